@@ -1,0 +1,144 @@
+"""The data that travels through a step: samples, token statistics, loss output.
+
+Shape legend: G samples per prompt, B sequences, S padded sequence length, T valid response tokens
+of one microbatch (packed into one axis, sequence after sequence).
+
+Alignment rule (stated here, applied once, in `parallel.batching`): every `[T]` tensor is
+label-aligned. Entry `t` speaks of predicting response token `labels[t]`; the hidden state that
+predicts it has already been selected. No code shifts by one anywhere else.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+from torch import Tensor
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """One response to one prompt, as the rollout engine produced it.
+
+    `rollout_logprobs[i]` is the log-prob (nats) of `response_ids[i]` under the distribution that
+    it was sampled from: logits divided by the temperature. `response_ids` includes the
+    end-of-sequence token when `finish_reason` is "stop". `weight_version_min/max` are the least
+    and greatest weight version that any of its tokens was sampled with.
+
+    Example:
+        Sample(prompt_id="17", sample_index=3, prompt_ids=(1, 4, 9), response_ids=(55, 2),
+               rollout_logprobs=(-0.11, -0.02), finish_reason="stop",
+               weight_version_min=6, weight_version_max=6, reward=1.0)
+    """
+
+    prompt_id: str
+    sample_index: int
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    rollout_logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+    weight_version_min: int
+    weight_version_max: int
+    prompt_text: str = ""
+    response_text: str = ""
+    reward: float | None = None
+    """None when the reward raised or timed out; such a sample is left out of the loss."""
+    reward_error: str | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.response_ids) != len(self.rollout_logprobs):
+            raise ValueError(
+                f"sample {self.name}: {len(self.response_ids)} response tokens but "
+                f"{len(self.rollout_logprobs)} rollout log-probs; one log-prob per token is needed"
+            )
+
+    @property
+    def name(self) -> str:
+        """`prompt_id/sample_index`, how errors and records name this sample."""
+        return f"{self.prompt_id}/{self.sample_index}"
+
+    @property
+    def num_response_tokens(self) -> int:
+        return len(self.response_ids)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dict; `from_json` gives back an equal sample (floats survive exactly)."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> "Sample":
+        """Build from `to_json` output; unknown keys are ignored (records carry a step as well).
+
+        Raises:
+            KeyError: a required field is missing.
+        """
+        known = {name: record[name] for name in cls.__dataclass_fields__ if name in record}
+        for name in ("prompt_ids", "response_ids", "rollout_logprobs"):
+            known[name] = tuple(record[name])
+        return cls(**known)
+
+    def with_reward(self, reward: float | None, error: str | None = None) -> "Sample":
+        return replace(self, reward=reward, reward_error=error)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleGroup:
+    """All G samples of one prompt; the unit over which group-relative advantages are taken."""
+
+    prompt_id: str
+    samples: tuple[Sample, ...]  # [G]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoredSample:
+    """A sample with its advantage: what the trainer consumes.
+
+    `advantage` is broadcast to the response's tokens. `token_weight` multiplies each token's loss
+    term before the sum, which is how normalisations other than the token mean stay exact under
+    any split into microbatches. `proximal_logprobs` are the trainer's own log-probs from the
+    scoring pass with which the rollout batch was first consumed (None until then).
+    """
+
+    sample: Sample
+    advantage: float
+    token_weight: float = 1.0
+    proximal_logprobs: Tensor | None = None  # [num_response_tokens] float32, CPU
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenStats:
+    """Per-token inputs of a loss for one microbatch. All tensors are `[T]`, label-aligned.
+
+    Every entry is a valid response token: padding was left out when the tokens were selected, so
+    there is no mask. T may be 0.
+    """
+
+    logprobs: Tensor
+    """Trainer log-probs of the sampled tokens; carries gradient in the train pass."""
+    rollout_logprobs: Tensor
+    """The rollout engine's log-probs of the same tokens (behaviour policy)."""
+    advantages: Tensor
+    token_weights: Tensor
+    """Multiplies each token's loss term; all ones for the token mean."""
+    proximal_logprobs: Tensor | None = None
+    """Trainer log-probs when the rollout batch was first consumed; no gradient."""
+    entropy: Tensor | None = None
+    """Entropy of the trainer's distribution at each token (nats); None unless asked for."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.logprobs.numel()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossOutput:
+    """What a loss returns: sums over the microbatch's tokens, never means.
+
+    The caller divides once by the token count of the whole optimizer step. `metrics` are sums
+    over tokens too (no gradient), reduced by addition and divided by the same count.
+    """
+
+    loss_sum: Tensor  # [] with gradient
+    num_tokens: int
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [] detached
