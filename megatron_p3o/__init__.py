@@ -1,3 +1,3 @@
-"""megatron-p3o: RL post-training on Megatron-Core with the P3O objective and exact distributed ESS."""
+"""RL post-training on Megatron-Core with the P3O objective and exact distributed ESS."""
 
 __version__ = "0.1.0"

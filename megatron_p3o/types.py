@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
@@ -96,14 +97,12 @@ class ScoredSample:
 
     `advantage` is broadcast to the response's tokens. `token_weight` multiplies each token's loss
     term before the sum, which is how normalisations other than the token mean stay exact under
-    any split into microbatches. `proximal_logprobs` are the trainer's own log-probs from the
-    scoring pass with which the rollout batch was first consumed (None until then).
+    any split into microbatches.
     """
 
     sample: Sample
     advantage: float
     token_weight: float = 1.0
-    proximal_logprobs: Tensor | None = None  # [num_response_tokens] float32, CPU
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,6 +128,19 @@ class TokenStats:
     @property
     def num_tokens(self) -> int:
         return self.logprobs.numel()
+
+    @classmethod
+    def empty(cls) -> "TokenStats":
+        """No tokens at all, every field present."""
+        none = torch.zeros(0)
+        return cls(
+            logprobs=none,
+            rollout_logprobs=none,
+            advantages=none,
+            token_weights=none,
+            proximal_logprobs=none,
+            entropy=none,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,34 +1,14 @@
-"""The configuration of a run: one frozen tree, `RunConfig`, from YAML plus dotted overrides.
+"""The sections of a run's configuration and the tree that holds them."""
 
-Imports no torch, so that a study tool, a login node or an editor can validate a file. Every rule
-that needs only the configuration is checked here; rules that need the model's or the data's files
-are checked by `megatron_p3o.preflight`, before anything heavy starts.
-"""
-
-import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PositiveFloat,
-    PositiveInt,
-    ValidationError,
-    model_validator,
-)
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from megatron_p3o.errors import ConfigurationError
+from megatron_p3o.config.objectives import Objective, P3OObjective
+from megatron_p3o.config.section import Section
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-
-class RunSection(_Section):
+class RunSection(Section):
     dir: str
     """Where the run writes: config.yaml, metrics.jsonl, samples.jsonl, checkpoints/."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
@@ -41,12 +21,12 @@ class RunSection(_Section):
     """Also write the metrics as TensorBoard events (extra `tensorboard`)."""
 
 
-class ModelSection(_Section):
+class ModelSection(Section):
     path: str
     """A Hugging Face model directory: config.json, safetensors, tokenizer files."""
 
 
-class RewardSection(_Section):
+class RewardSection(Section):
     name: str = "integer_match"
     """A built-in verifier (`integer_match`, `math_equivalence`) or `module:function`."""
     timeout_s: PositiveFloat = 10.0
@@ -55,7 +35,7 @@ class RewardSection(_Section):
     """Greatest share of a step's rewards that may raise or time out before the run stops."""
 
 
-class DataSection(_Section):
+class DataSection(Section):
     source: Literal["jsonl", "parquet", "generator"]
     path: str | None = None
     """The prompt file, for jsonl and parquet."""
@@ -86,10 +66,15 @@ class DataSection(_Section):
                 f"data.{unused}={getattr(self, unused)!r} is not used by "
                 f"data.source={self.source}; remove it"
             )
+        if self.system_prompt is not None and not self.chat:
+            raise ValueError(
+                f"data.system_prompt={self.system_prompt!r} needs data.chat=true, which gives it a "
+                "turn; remove it or turn chat on"
+            )
         return self
 
 
-class LayoutSection(_Section):
+class LayoutSection(Section):
     """Sizes of the parallel axes; `megatron_p3o.parallel.layout` turns them into ranks."""
 
     tensor: PositiveInt = 1
@@ -123,7 +108,7 @@ class LayoutSection(_Section):
         return self.tensor * self.pipeline * self.context
 
 
-class TrainSection(_Section):
+class TrainSection(Section):
     steps: PositiveInt
     """Rollout batches; each brings `optimizer_steps_per_rollout` optimizer steps."""
     prompts_per_step: PositiveInt
@@ -148,7 +133,7 @@ class TrainSection(_Section):
         return self
 
 
-class OptimizerSection(_Section):
+class OptimizerSection(Section):
     lr: PositiveFloat = 1e-6
     min_lr: Annotated[float, Field(ge=0)] = 0.0
     """Where linear and cosine decay end."""
@@ -175,61 +160,7 @@ class OptimizerSection(_Section):
         return self
 
 
-class _Objective(_Section):
-    advantage: Literal["group_zscore", "group_mean", "none"] = "group_zscore"
-    """(r - mean) / (std + 1e-6) with the n-1 std; r - mean; or the reward itself."""
-    entropy_coefficient: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the entropy bonus: the loss gains -coefficient * H per token."""
-
-
-class P3OObjective(_Objective):
-    """`megatron_p3o.algorithms.p3o`; the defaults are the paper's algorithm."""
-
-    name: Literal["p3o"] = "p3o"
-    cap: Literal["ess", "none", "constant"] = "ess"
-    """What bounds the ratio: the batch's ESS, nothing, or `cap_constant`."""
-    cap_constant: PositiveFloat | None = None
-    regularizer: Literal["adaptive", "constant", "off"] = "adaptive"
-    """Weight of the KL term: 1 - ESS, `regularizer_constant`, or 0."""
-    regularizer_constant: PositiveFloat | None = None
-    kl_estimator: Literal["k1", "k2", "k3", "k3_importance"] = "k3"
-
-    @model_validator(mode="after")
-    def _constants(self) -> "P3OObjective":
-        for switch in ("cap", "regularizer"):
-            mode, constant = getattr(self, switch), getattr(self, f"{switch}_constant")
-            if (mode == "constant") != (constant is not None):
-                raise ValueError(
-                    f"objective.{switch}_constant={constant} goes with objective.{switch}=constant "
-                    f"and only with it (got {mode}); set both or neither"
-                )
-        return self
-
-
-class ReinforceObjective(_Objective):
-    """Plain score-function gradient: no ratio, no clip."""
-
-    name: Literal["reinforce"] = "reinforce"
-
-
-class GRPOObjective(_Objective):
-    """Clipped surrogate against the rollout engine's log-probs."""
-
-    name: Literal["grpo"] = "grpo"
-    clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
-    clip_high: PositiveFloat = 0.2
-    kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of k3 between trainer and rollout policy."""
-    normalization: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """Mean over the step's tokens, or the mean over sequences of each one's token mean."""
-
-
-Objective = Annotated[
-    P3OObjective | ReinforceObjective | GRPOObjective, Field(discriminator="name")
-]
-
-
-class EssSection(_Section):
+class EssSection(Section):
     scope: Literal["step", "microbatch"] = "step"
     """Tokens that one ESS speaks of: the whole optimizer step (exact, independent of the split),
     or each microbatch over data-parallel ranks (as the authors' code)."""
@@ -249,7 +180,7 @@ class EssSection(_Section):
         return self
 
 
-class RolloutSection(_Section):
+class RolloutSection(Section):
     engine: Literal["embedded", "replay"] = "embedded"
     replay_path: str | None = None
     """A recorded samples.jsonl, for engine replay."""
@@ -268,7 +199,7 @@ class RolloutSection(_Section):
         return self
 
 
-class SamplingSection(_Section):
+class SamplingSection(Section):
     temperature: PositiveFloat = 1.0
     """Logits are divided by it, in the rollout and in the trainer's log-probs alike."""
     top_p: float = 1.0
@@ -286,21 +217,21 @@ class SamplingSection(_Section):
         return self
 
 
-class PrecisionSection(_Section):
+class PrecisionSection(Section):
     trainer: Literal["fp32", "bf16"] = "fp32"
     """Compute type of the trainer; master weights and gradients are fp32 either way."""
     rollout: Literal["fp32", "bf16"] = "fp32"
     """Type of the rollout engine's weights and activations."""
 
 
-class CheckpointSection(_Section):
+class CheckpointSection(Section):
     every: Annotated[int, Field(ge=0)] = 0
     """Save every this many steps, and at the end; 0 saves nothing."""
     keep: PositiveInt = 2
     """Complete checkpoints to keep; older ones are removed after a newer one is complete."""
 
 
-class RunConfig(_Section):
+class RunConfig(Section):
     """Everything that decides a run. Frozen; the resolved tree is written to the run dir."""
 
     run: RunSection
@@ -326,127 +257,3 @@ class RunConfig(_Section):
                 "set objective.advantage=none"
             )
         return self
-
-
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a YAML file, apply `--section.field value` overrides, validate.
-
-    Args:
-        path: the YAML file.
-        overrides: command-line words, such as `["--optimizer.lr", "1e-5", "--run.seed=3"]`.
-            Values are read as YAML.
-
-    Raises:
-        ConfigurationError: the file is missing or no YAML mapping, an override is malformed, or
-            any rule is broken; the message names every offending field.
-    """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"configuration file {str(path)!r} cannot be read: {error}") from error
-    try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigurationError(f"configuration file {str(path)!r} is not YAML: {error}") from error
-    if not isinstance(tree, dict):
-        raise ConfigurationError(
-            f"configuration file {str(path)!r} must hold a mapping with sections such as run, "
-            f"model, data, train; it holds {type(tree).__name__}"
-        )
-    for dotted, value in parse_overrides(overrides):
-        _set_dotted(tree, dotted, value)
-    return parse_config(tree)
-
-
-def parse_config(tree: Mapping[str, Any]) -> RunConfig:
-    """Validate a nested mapping.
-
-    Raises:
-        ConfigurationError: names every field that breaks a rule.
-    """
-    try:
-        # JSON mode, strict: "8" or true is no integer, 1 is a float, a list is a tuple.
-        return RunConfig.model_validate_json(json.dumps(_numbers(tree), default=str), strict=True)
-    except ValidationError as error:
-        raise ConfigurationError(_explain(error)) from error
-
-
-def parse_overrides(words: Sequence[str]) -> list[tuple[str, Any]]:
-    """`["--a.b", "1", "--c.d=x"]` -> `[("a.b", 1), ("c.d", "x")]`; values are read as YAML.
-
-    Raises:
-        ConfigurationError: a word is not `--section.field`, or its value is missing or no YAML.
-    """
-    pairs = []
-    remaining = list(words)
-    while remaining:
-        word = remaining.pop(0)
-        if not word.startswith("--") or "." not in word.partition("=")[0]:
-            raise ConfigurationError(
-                f"override {word!r} must be --section.field VALUE, such as --optimizer.lr 1e-5"
-            )
-        dotted, equals, raw = word[2:].partition("=")
-        if not equals:
-            if not remaining:
-                raise ConfigurationError(f"override --{dotted} needs a value; add one after it")
-            raw = remaining.pop(0)
-        try:
-            pairs.append((dotted, yaml.safe_load(raw)))
-        except yaml.YAMLError as error:
-            raise ConfigurationError(f"override --{dotted} {raw!r} is not YAML: {error}") from error
-    return pairs
-
-
-def to_yaml(config: RunConfig) -> str:
-    """The resolved configuration; `load_config` of it gives an equal tree."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
-
-
-def json_schema() -> str:
-    """JSON schema of the configuration, for editors and documentation."""
-    return json.dumps(RunConfig.model_json_schema(), indent=2)
-
-
-def _set_dotted(tree: dict[str, Any], dotted: str, value: Any) -> None:
-    *parents, leaf = dotted.split(".")
-    node = tree
-    for depth, name in enumerate(parents):
-        child = node.setdefault(name, {})
-        if not isinstance(child, dict):
-            raise ConfigurationError(
-                f"override --{dotted}: {'.'.join(parents[: depth + 1])} is a value, not a section"
-            )
-        node = child
-    node[leaf] = value
-
-
-def _numbers(node: Any) -> Any:
-    """YAML 1.1 reads `1e-5` as text (it wants `1.0e-5`); people mean a number."""
-    if isinstance(node, Mapping):
-        return {key: _numbers(value) for key, value in node.items()}
-    if isinstance(node, list):
-        return [_numbers(value) for value in node]
-    if isinstance(node, str) and node[:1] in "+-.0123456789" and "e" in node.lower():
-        try:
-            return float(node)
-        except ValueError:
-            return node
-    return node
-
-
-def _explain(error: ValidationError) -> str:
-    lines = []
-    for item in error.errors():
-        # A discriminated union adds its tag to the location; the user's file has no such level.
-        location = [str(part) for part in item["loc"] if part not in ("p3o", "reinforce", "grpo")]
-        field = ".".join(location)
-        message = item["msg"].removeprefix("Value error, ")
-        if item["type"] == "value_error":
-            lines.append(message)
-        elif item["type"] == "extra_forbidden":
-            lines.append(f"{field}={item['input']!r}: no such field; remove it or mend its name")
-        elif item["type"] == "missing":
-            lines.append(f"{field} is missing; set it")
-        else:
-            lines.append(f"{field}={item['input']!r}: {message}")
-    return "\n".join(lines)

@@ -1,0 +1,141 @@
+"""From a YAML file and command-line words to a validated tree, and back."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from megatron_p3o.config.objectives import OBJECTIVE_NAMES
+from megatron_p3o.config.sections import RunConfig
+from megatron_p3o.errors import ConfigurationError
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a YAML file, apply `--section.field value` overrides, validate.
+
+    Args:
+        path: the YAML file.
+        overrides: command-line words, such as `["--optimizer.lr", "1e-5", "--run.seed=3"]`.
+            Values are read as YAML.
+
+    Raises:
+        ConfigurationError: the file is missing or no YAML mapping, an override is malformed, or
+            any rule is broken; the message names every offending field.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(
+            f"configuration file {str(path)!r} cannot be read: {error}"
+        ) from error
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigurationError(
+            f"configuration file {str(path)!r} is not YAML: {error}"
+        ) from error
+    if not isinstance(tree, dict):
+        raise ConfigurationError(
+            f"configuration file {str(path)!r} must hold a mapping with sections such as run, "
+            f"model, data, train; it holds {type(tree).__name__}"
+        )
+    for dotted, value in parse_overrides(overrides):
+        _set_dotted(tree, dotted, value)
+    return parse_config(tree)
+
+
+def parse_config(tree: Mapping[str, Any]) -> RunConfig:
+    """Validate a nested mapping.
+
+    Raises:
+        ConfigurationError: names every field that breaks a rule.
+    """
+    try:
+        # JSON mode, strict: "8" or true is no integer, 1 is a float, a list is a tuple.
+        return RunConfig.model_validate_json(json.dumps(_numbers(tree), default=str), strict=True)
+    except ValidationError as error:
+        raise ConfigurationError(_explain(error)) from error
+
+
+def parse_overrides(words: Sequence[str]) -> list[tuple[str, Any]]:
+    """`["--a.b", "1", "--c.d=x"]` -> `[("a.b", 1), ("c.d", "x")]`; values are read as YAML.
+
+    Raises:
+        ConfigurationError: a word is not `--section.field`, or its value is missing or no YAML.
+    """
+    pairs = []
+    remaining = list(words)
+    while remaining:
+        word = remaining.pop(0)
+        if not word.startswith("--") or "." not in word.partition("=")[0]:
+            raise ConfigurationError(
+                f"override {word!r} must be --section.field VALUE, such as --optimizer.lr 1e-5"
+            )
+        dotted, equals, raw = word[2:].partition("=")
+        if not equals:
+            if not remaining:
+                raise ConfigurationError(f"override --{dotted} needs a value; add one after it")
+            raw = remaining.pop(0)
+        try:
+            pairs.append((dotted, yaml.safe_load(raw)))
+        except yaml.YAMLError as error:
+            raise ConfigurationError(f"override --{dotted} {raw!r} is not YAML: {error}") from error
+    return pairs
+
+
+def to_yaml(config: RunConfig) -> str:
+    """The resolved configuration; `load_config` of it gives an equal tree."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def json_schema() -> str:
+    """JSON schema of the configuration, for editors and documentation."""
+    return json.dumps(RunConfig.model_json_schema(), indent=2)
+
+
+def _set_dotted(tree: dict[str, Any], dotted: str, value: Any) -> None:
+    *parents, leaf = dotted.split(".")
+    node = tree
+    for depth, name in enumerate(parents):
+        child = node.setdefault(name, {})
+        if not isinstance(child, dict):
+            raise ConfigurationError(
+                f"override --{dotted}: {'.'.join(parents[: depth + 1])} is a value, not a section"
+            )
+        node = child
+    node[leaf] = value
+
+
+def _numbers(node: Any) -> Any:
+    """YAML 1.1 reads `1e-5` as text (it wants `1.0e-5`); people mean a number."""
+    if isinstance(node, Mapping):
+        return {key: _numbers(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_numbers(value) for value in node]
+    if isinstance(node, str) and node[:1] in "+-.0123456789" and "e" in node.lower():
+        try:
+            return float(node)
+        except ValueError:
+            return node
+    return node
+
+
+def _explain(error: ValidationError) -> str:
+    lines = []
+    for item in error.errors():
+        # A discriminated union adds its tag to the location; the user's file has no such level.
+        location = [str(part) for part in item["loc"] if part not in OBJECTIVE_NAMES]
+        field = ".".join(location)
+        message = item["msg"].removeprefix("Value error, ")
+        if item["type"] == "value_error":
+            lines.append(message)
+        elif item["type"] == "extra_forbidden":
+            lines.append(f"{field}={item['input']!r}: no such field; remove it or mend its name")
+        elif item["type"] == "missing":
+            lines.append(f"{field} is missing; set it")
+        else:
+            lines.append(f"{field}={item['input']!r}: {message}")
+    return "\n".join(lines)

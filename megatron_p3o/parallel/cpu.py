@@ -1,0 +1,192 @@
+"""Every difference between CUDA + NCCL and CPU + gloo, in one place.
+
+Megatron-Core allocates on "cuda" by name, asks torch.cuda for devices, streams and random states,
+and compares `tensor.type()` with CUDA type names. `stand_in_for_cuda` points those calls at the
+CPU for the whole process. On a machine with CUDA nothing here is called except `device_type`.
+
+What Transformer Engine brings on CUDA (fused norms, attention) is replaced by Megatron's local
+spec plus `CausalSdpaAttention` below.
+"""
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Factories that Megatron-Core calls with a literal device="cuda" or pin_memory=True.
+_FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like")
+
+
+def device_type() -> str:
+    """ "cuda" where a GPU is visible, else "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class _NullStream:
+    """Stands for a CUDA stream or event: work on the CPU is already ordered."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def _nothing(self, *args: Any) -> None:
+        pass
+
+    wait_stream = wait_event = wait = record = synchronize = _nothing
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, *args: Any) -> "_NullStream":
+        return self
+
+
+def stand_in_for_cuda() -> None:
+    """Let Megatron-Core's CUDA calls work on the CPU, process-wide. Idempotent.
+
+    Must not be called where CUDA is available.
+    """
+    assert not torch.cuda.is_available()
+    if getattr(torch.cuda.current_device, "is_cpu_stand_in", False):
+        return
+    _redirect_devices_and_streams()
+    _redirect_random_states()
+    _redirect_tensor_methods()
+    _mend_moe_imports()
+
+
+def _redirect_devices_and_streams() -> None:
+    cpu, stream = torch.device("cpu"), _NullStream()
+
+    def current_device() -> torch.device:
+        return cpu
+
+    current_device.is_cpu_stand_in = True  # type: ignore[attr-defined]
+    replacements = {
+        "current_device": current_device,
+        "synchronize": lambda *args, **kwargs: None,
+        "empty_cache": lambda: None,
+        "Stream": _NullStream,
+        "Event": _NullStream,
+        "current_stream": lambda *args: stream,
+        "default_stream": lambda *args: stream,
+        "stream": lambda stream: contextlib.nullcontext(),
+    }
+    for name, replacement in replacements.items():
+        setattr(torch.cuda, name, replacement)
+    for name in _FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+
+
+def _on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(factory)
+    def wrapped(*args: Any, **kwargs: Any) -> Tensor:
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return factory(*args, **kwargs)
+
+    return wrapped
+
+
+def _redirect_random_states() -> None:
+    import megatron.core.tensor_parallel.random as megatron_random
+
+    def get_state(*args: Any, **kwargs: Any) -> Tensor:
+        return torch.get_rng_state()
+
+    def set_state(state: Tensor, *args: Any, **kwargs: Any) -> None:
+        torch.set_rng_state(state)
+
+    def manual_seed(seed: int) -> None:
+        torch.random.default_generator.manual_seed(int(seed))
+
+    for module in (torch.cuda, torch.cuda.random):
+        setattr(module, "get_rng_state", get_state)  # noqa: B010 - mypy forbids plain assignment
+        setattr(module, "set_rng_state", set_state)  # noqa: B010
+    setattr(torch.cuda, "manual_seed", manual_seed)  # noqa: B010
+    megatron_random._get_cuda_rng_state = get_state
+    megatron_random._set_cuda_rng_state = set_state
+
+
+def _redirect_tensor_methods() -> None:
+    original_type = torch.Tensor.type
+
+    def cuda_type_name(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        # The optimizer and gradient clipping accept only 'torch.cuda.FloatTensor' and the like.
+        if args or kwargs:
+            return original_type(self, *args, **kwargs)
+        return original_type(self).replace("torch.", "torch.cuda.", 1)
+
+    def stay(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+    methods: dict[str, Any] = {
+        "type": cuda_type_name,
+        "cuda": stay,
+        "record_stream": lambda self, stream: None,
+    }
+    for name, method in methods.items():
+        setattr(torch.Tensor, name, method)
+    setattr(torch.nn.Module, "cuda", stay)  # noqa: B010
+
+
+def _mend_moe_imports() -> None:
+    # Without Transformer Engine the router module leaves this name undefined and fails on use.
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+def transformer_config_overrides() -> dict[str, Any]:
+    """TransformerConfig fields that turn off what only CUDA kernels provide."""
+    return {
+        "use_cpu_initialization": True,
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": False,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "apply_rope_fusion": False,
+        "persist_layer_norm": False,
+    }
+
+
+def attention_class() -> type:
+    """The core attention module for Megatron's local spec.
+
+    A function, because the class derives from Megatron's and Megatron may be imported only after
+    `stand_in_for_cuda`.
+    """
+    from megatron.core.transformer.module import MegatronModule
+
+    class CausalSdpaAttention(MegatronModule):
+        """Causal self-attention by torch's scaled_dot_product_attention.
+
+        Sequences are right-padded, so the causal mask alone keeps real tokens from seeing
+        padding, and no mask tensor is needed. Shapes: query [S, B, heads, D], key and value
+        [S, B, kv heads, D]; gives [S, B, heads * D].
+        """
+
+        def __init__(
+            self, config: Any, layer_number: int, softmax_scale: float | None = None, **unused: Any
+        ) -> None:
+            super().__init__(config=config)
+            self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+
+        def forward(
+            self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **unused: Any
+        ) -> Tensor:
+            assert attention_mask is None, "right padding and the causal mask need no mask tensor"
+            query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+            context = F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=True
+            )
+            return context.permute(2, 0, 1, 3).flatten(2).contiguous()
+
+    return CausalSdpaAttention

@@ -1,0 +1,102 @@
+"""Checks of a run's inputs that need its files, before anything heavy starts or is written.
+
+The launcher runs them before it starts ranks, and every rank runs them again before it creates the
+run dir, so that a run started by torchrun or Slurm is refused just as early.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_p3o.architecture import (
+    ModelArchitecture,
+    check_layout,
+    fingerprint,
+    read_architecture,
+)
+from megatron_p3o.config import RunConfig
+from megatron_p3o.data import PromptSet, load_prompts, resolve_reward
+from megatron_p3o.errors import ConfigurationError, InputError
+from megatron_p3o.run_dir import RunDir, read_trainer_state
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunInputs:
+    """What the checks read."""
+
+    architecture: ModelArchitecture
+    prompts: PromptSet | None
+    """None when a recorded run is replayed."""
+    identity: dict[str, Any]
+    """What a resumed run must share with the run that was interrupted; JSON-ready."""
+    resume_from: Path | None
+    """The checkpoint to continue from."""
+
+
+def check_run(config: RunConfig, *, resume: bool) -> RunInputs:
+    """Read and check the model directory, the prompts, the reward, the run dir.
+
+    Raises:
+        UserError: whatever is wrong; nothing has been written.
+    """
+    architecture = read_architecture(config.model.path)
+    check_layout(architecture, tensor=config.layout.tensor, pipeline=config.layout.pipeline)
+    prompts = None
+    if config.rollout.engine == "embedded":
+        prompts = load_prompts(config.data)
+        resolve_reward(config.data.reward.name)
+    elif not Path(str(config.rollout.replay_path)).is_file():
+        raise InputError(
+            f"rollout.replay_path={config.rollout.replay_path!r} is not a file; give the "
+            "samples.jsonl of a recorded run"
+        )
+    identity = {
+        "model": fingerprint(config.model.path),
+        "data": _data_identity(config, prompts),
+        "seed": config.run.seed,
+    }
+    return RunInputs(
+        architecture=architecture,
+        prompts=prompts,
+        identity=identity,
+        resume_from=_check_run_dir(config, identity, resume=resume),
+    )
+
+
+def _data_identity(config: RunConfig, prompts: PromptSet | None) -> dict[str, Any]:
+    options = {"chat", "system_prompt", "shuffle"}
+    return {"content": _content_digest(config, prompts), **config.data.model_dump(include=options)}
+
+
+def _content_digest(config: RunConfig, prompts: PromptSet | None) -> str:
+    if prompts is not None:
+        return prompts.fingerprint()
+    with Path(str(config.rollout.replay_path)).open("rb") as recording:
+        return hashlib.file_digest(recording, "sha256").hexdigest()
+
+
+def _check_run_dir(config: RunConfig, identity: dict[str, Any], *, resume: bool) -> Path | None:
+    run_dir = RunDir(Path(config.run.dir))
+    if not resume:
+        if run_dir.exists():
+            raise ConfigurationError(
+                f"run.dir={config.run.dir!r} already exists; add --resume to continue it, or "
+                "choose another directory"
+            )
+        return None
+    if not run_dir.exists():
+        raise ConfigurationError(
+            f"run.dir={config.run.dir!r} does not exist, so --resume has nothing to continue; "
+            "leave --resume out"
+        )
+    checkpoint = run_dir.latest_checkpoint()
+    saved = read_trainer_state(checkpoint)["identity"]
+    for part, field in (("model", "model.path"), ("data", "data"), ("seed", "run.seed")):
+        if saved[part] != identity[part]:
+            raise ConfigurationError(
+                f"{field} differs from the run in {config.run.dir!r} (was {saved[part]!r}, is "
+                f"{identity[part]!r}); a resumed run must keep its model, data and seed: restore "
+                "them or choose another run.dir"
+            )
+    return checkpoint

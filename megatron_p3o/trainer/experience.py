@@ -1,0 +1,230 @@
+"""From prompts to rewarded groups of samples, and from those to what one optimizer step consumes.
+
+Every rank generates and rewards its share of the prompts, whatever its place in the model-parallel
+layout; then all ranks hold all groups. Sampling noise depends only on (seed, step, prompt, sample,
+position), so the sharing does not change the samples.
+"""
+
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from megatron_p3o.algorithms import group_advantages, token_weights
+from megatron_p3o.config import RunConfig
+from megatron_p3o.data import (
+    PromptCursor,
+    PromptEncoder,
+    PromptSet,
+    RewardRequest,
+    RewardRunner,
+    check_failures,
+)
+from megatron_p3o.parallel.setup import ParallelContext
+from megatron_p3o.rollout import Generation, GenerationRequest, ReplayRollouts, RolloutEngine
+from megatron_p3o.types import Sample, SampleGroup, ScoredSample
+
+
+class RolloutSource(Protocol):
+    """Where a step's groups come from."""
+
+    def collect(self, step: int) -> tuple[SampleGroup, ...]:
+        """All groups of the step, rewarded, the same on every rank. Collective."""
+        ...
+
+    def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take the trainer's weights by Hugging Face name. Collective."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, JSON-ready."""
+        ...
+
+    def load_state(self, state: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class GeneratedRollouts:
+    """Samples from a rollout engine, rewarded by a verifier."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        context: ParallelContext,
+        *,
+        engine: RolloutEngine,
+        prompts: PromptSet,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        self._config = config
+        self._context = context
+        self._engine = engine
+        self._prompts = prompts
+        self._tokenizer = tokenizer
+        self._encoder = PromptEncoder(tokenizer, config.data)
+        self._cursor = PromptCursor(len(prompts), config.run.seed, config.data.shuffle)
+        self._rewards = RewardRunner(config.data.reward)
+        # Encode every prompt once, shared over ranks: a bad one must not stop the run at step 900.
+        for item in prompts[context.rank :: context.layout.world_size]:
+            self._encoder.encode(item)
+
+    def collect(self, step: int) -> tuple[SampleGroup, ...]:
+        """Raises: RewardError, on every rank, when more rewards fail than are tolerated."""
+        drawn = self._cursor.take(self._config.train.prompts_per_step)
+        mine = drawn[self._context.rank :: self._context.layout.world_size]
+        requests = [
+            GenerationRequest(
+                prompt_id=prompt.key,
+                prompt_ids=self._encoder.encode(self._prompts[prompt.index]),
+                num_samples=self._config.train.samples_per_prompt,
+                step=step,
+            )
+            for prompt in mine
+        ]
+        items = {prompt.key: self._prompts[prompt.index] for prompt in mine}
+        generations = self._engine.generate(requests) if requests else []
+        texts = self._tokenizer.batch_decode(
+            [g.response_ids for g in generations], skip_special_tokens=True
+        )
+        rewards = self._rewards.score(
+            [
+                RewardRequest(items[g.prompt_id].prompt, text, items[g.prompt_id].answer)
+                for g, text in zip(generations, texts, strict=True)
+            ]
+        )
+        prompt_ids = {request.prompt_id: request.prompt_ids for request in requests}
+        samples = [
+            _sample(g, prompt_ids[g.prompt_id], items[g.prompt_id].prompt, text).with_reward(
+                result.value, result.error
+            )
+            for g, text, result in zip(generations, texts, rewards, strict=True)
+        ]
+        everyone = [s for share in self._context.gather_objects(samples) for s in share]
+        groups = _group([prompt.key for prompt in drawn], everyone)
+        failed = [s for s in everyone if s.reward is None]
+        check_failures(
+            len(failed),
+            len(everyone),
+            self._config.data.reward,
+            f"sample {failed[0].name}: {failed[0].reward_error}" if failed else None,
+        )
+        return groups
+
+    def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self._engine.update_weights(weights, version)
+
+    def state(self) -> dict[str, Any]:
+        return self._cursor.state()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._cursor.load_state(state)
+
+    def close(self) -> None:
+        self._rewards.close()
+        self._engine.close()
+
+
+class RecordedRollouts:
+    """Samples and rewards of a recorded run, step by step; weights are not needed."""
+
+    def __init__(self, recording: ReplayRollouts) -> None:
+        self._recording = recording
+
+    def collect(self, step: int) -> tuple[SampleGroup, ...]:
+        return self._recording.groups(step)
+
+    def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        pass
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def score_groups(groups: Sequence[SampleGroup], config: RunConfig) -> list[ScoredSample]:
+    """Advantages and token weights of the groups that one optimizer step consumes.
+
+    Samples without a reward are left out.
+    """
+    scored = []
+    for group in groups:
+        advantages = group_advantages(
+            [sample.reward for sample in group.samples], config.objective.advantage
+        )
+        scored += [
+            (sample, advantage)
+            for sample, advantage in zip(group.samples, advantages, strict=True)
+            if advantage is not None
+        ]
+    normalization = getattr(config.objective, "normalization", "token_mean")
+    weights = token_weights([sample.num_response_tokens for sample, _ in scored], normalization)
+    return [
+        ScoredSample(sample=sample, advantage=advantage, token_weight=weight)
+        for (sample, advantage), weight in zip(scored, weights, strict=True)
+    ]
+
+
+def split_groups(groups: Sequence[SampleGroup], parts: int) -> list[Sequence[SampleGroup]]:
+    """Whole groups, shared over a rollout batch's optimizer steps in order."""
+    size = -(-len(groups) // parts)
+    return [groups[start : start + size] for start in range(0, len(groups), size)]
+
+
+def batch_metrics(
+    groups: Sequence[SampleGroup], advantages: Sequence[float], weight_version: int
+) -> dict[str, float]:
+    """What the samples alone say of a rollout batch."""
+    samples = [sample for group in groups for sample in group.samples]
+    rewards = [sample.reward for sample in samples if sample.reward is not None]
+    lengths = [sample.num_response_tokens for sample in samples]
+    lags = [weight_version - sample.weight_version_min for sample in samples]
+    flat_groups = [g for g in groups if len({sample.reward for sample in g.samples}) == 1]
+    return {
+        "reward/mean": statistics.fmean(rewards),
+        "reward/std": statistics.pstdev(rewards),
+        "reward/failed_fraction": 1 - len(rewards) / len(samples),
+        "response/length_mean": statistics.fmean(lengths),
+        "response/truncated_fraction": statistics.fmean(
+            sample.finish_reason == "length" for sample in samples
+        ),
+        "advantage/zero_variance_fraction": len(flat_groups) / len(groups),
+        "advantage/abs_mean": statistics.fmean(map(abs, advantages)),
+        "staleness/mean": statistics.fmean(lags),
+        "staleness/max": float(max(lags)),
+        "tokens/response": float(sum(lengths)),
+    }
+
+
+def _sample(generation: Generation, prompt_ids: tuple[int, ...], prompt: str, text: str) -> Sample:
+    return Sample(
+        prompt_id=generation.prompt_id,
+        sample_index=generation.sample_index,
+        prompt_ids=prompt_ids,
+        response_ids=generation.response_ids,
+        rollout_logprobs=generation.logprobs,
+        finish_reason=generation.finish_reason,
+        weight_version_min=generation.weight_version,
+        weight_version_max=generation.weight_version,
+        prompt_text=prompt,
+        response_text=text,
+    )
+
+
+def _group(order: Sequence[str], samples: Sequence[Sample]) -> tuple[SampleGroup, ...]:
+    by_prompt: dict[str, list[Sample]] = {prompt_id: [] for prompt_id in order}
+    for sample in samples:
+        by_prompt[sample.prompt_id].append(sample)
+    return tuple(
+        SampleGroup(
+            prompt_id=prompt_id, samples=tuple(sorted(members, key=lambda s: s.sample_index))
+        )
+        for prompt_id, members in by_prompt.items()
+    )

@@ -1,0 +1,137 @@
+"""The training loop: the algorithm box of P3O, one rollout batch a step.
+
+collect samples from the behaviour policy b, reward them, take group advantages
+score them under the present weights (no gradient)         -> proximal log-probs
+for each optimizer step of the batch:
+    ratios against b -> ESS sums -> one all-reduce          -> e
+    forward and backward with cap e and KL weight 1 - e     -> optimizer step
+publish the weights to the rollout engine
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_p3o.config import RunConfig
+from megatron_p3o.parallel.batching import Microbatch
+from megatron_p3o.parallel.checkpoint import CheckpointStore
+from megatron_p3o.parallel.step import MicrobatchScore
+from megatron_p3o.rollout import SampleRecorder
+from megatron_p3o.trainer.display import Display
+from megatron_p3o.trainer.experience import (
+    RolloutSource,
+    batch_metrics,
+    score_groups,
+    split_groups,
+)
+from megatron_p3o.trainer.metrics import Metric, MetricSink, combine
+from megatron_p3o.trainer.policy import Policy
+from megatron_p3o.trainer.timing import StepTimer
+from megatron_p3o.types import SampleGroup, ScoredSample
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observers:
+    """Who is told of each finished step; empty but for `display` on ranks other than 0."""
+
+    sinks: Sequence[MetricSink]
+    recorder: SampleRecorder | None
+    display: Display
+
+
+def train(
+    config: RunConfig,
+    policy: Policy,
+    rollouts: RolloutSource,
+    checkpoints: CheckpointStore,
+    observers: Observers,
+    *,
+    identity: dict[str, Any],
+    first_step: int,
+) -> None:
+    """Run steps `first_step` to `train.steps`. Collective.
+
+    Raises:
+        RunError: the run cannot go on; the last checkpoint is valid.
+    """
+    rollouts.publish(policy.named_tensors(), policy.weight_version)
+    for step in range(first_step, config.train.steps):
+        timer = StepTimer()
+        version = policy.weight_version
+        with timer.phase("rollout"):
+            groups = rollouts.collect(step)
+        batches = [
+            score_groups(part, config)
+            for part in split_groups(groups, config.train.optimizer_steps_per_rollout)
+        ]
+        updates = _optimize(policy, batches, timer)
+        with timer.phase("sync"):
+            rollouts.publish(policy.named_tensors(), policy.weight_version)
+        metrics = {
+            "weight_version": version,
+            **batch_metrics(groups, [s.advantage for b in batches for s in b], version),
+            **combine(updates),
+            **timer.metrics(),
+        }
+        _record(observers, step, groups, batches, metrics)
+        if _checkpoint_due(config, step + 1):
+            state = {
+                "step": step + 1,
+                "weight_version": policy.weight_version,
+                "rollouts": rollouts.state(),
+                "identity": identity,
+            }
+            checkpoints.save(step + 1, policy.model, policy.optimizer, state)
+
+
+def _optimize(
+    policy: Policy, batches: Sequence[Sequence[ScoredSample]], timer: StepTimer
+) -> list[dict[str, Metric]]:
+    """All optimizer steps of one rollout batch; metrics of each."""
+    with timer.phase("score"):
+        # The weights that first consume the batch give every token its proximal log-prob.
+        scored = [_with_proximal(policy, policy.microbatches(batch)) for batch in batches]
+    updates = []
+    for index, (microbatches, proximal_scores) in enumerate(scored):
+        with timer.phase("score"):
+            # The first step's weights are those that scored it; later ones have moved on.
+            scores = proximal_scores if index == 0 else policy.score(microbatches)
+            trust = policy.trust(microbatches, scores)
+        with timer.phase("train"):
+            updates.append({**trust.metrics, **policy.update(microbatches, trust)})
+    return updates
+
+
+def _with_proximal(
+    policy: Policy, microbatches: list[Microbatch]
+) -> tuple[list[Microbatch], list[MicrobatchScore]]:
+    scores = policy.score(microbatches)
+    if scores:  # on the last pipeline stage
+        microbatches = [
+            microbatch.with_proximal(score.logprobs)
+            for microbatch, score in zip(microbatches, scores, strict=True)
+        ]
+    return microbatches, scores
+
+
+def _record(
+    observers: Observers,
+    step: int,
+    groups: Sequence[SampleGroup],
+    batches: Sequence[Sequence[ScoredSample]],
+    metrics: dict[str, float],
+) -> None:
+    if observers.recorder is not None:
+        advantages = {s.sample.name: s.advantage for batch in batches for s in batch}
+        observers.recorder.write(
+            step,
+            [(s, advantages.get(s.name)) for group in groups for s in group.samples],
+        )
+    for sink in observers.sinks:
+        sink.write(step, metrics)
+    observers.display.step(step, metrics)
+
+
+def _checkpoint_due(config: RunConfig, finished: int) -> bool:
+    every = config.checkpoint.every
+    return every > 0 and (finished % every == 0 or finished == config.train.steps)

@@ -1,0 +1,26 @@
+"""Wall-clock time of the named phases of a step."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+PHASES = ("rollout", "score", "train", "sync")
+
+
+class StepTimer:
+    """Adds up the seconds of each phase of one step, on this rank."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._seconds[name] += time.perf_counter() - start
+
+    def metrics(self) -> dict[str, float]:
+        """`time/<phase>_s` of every phase and `time/step_s` since the timer was made."""
+        phases = {f"time/{name}_s": seconds for name, seconds in self._seconds.items()}
+        return {**phases, "time/step_s": time.perf_counter() - self._start}

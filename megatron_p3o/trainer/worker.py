@@ -1,0 +1,131 @@
+"""One rank of a training run: inputs checked, parts built, loop run, results drawn."""
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+from megatron_p3o.config import RunConfig, to_yaml
+from megatron_p3o.errors import InputError
+from megatron_p3o.parallel.checkpoint import CheckpointStore
+from megatron_p3o.parallel.layout import ParallelLayout
+from megatron_p3o.parallel.setup import ParallelContext, initialize, shut_down
+from megatron_p3o.preflight import RunInputs, check_run
+from megatron_p3o.rollout import EmbeddedEngine, ReplayRollouts, SampleRecorder
+from megatron_p3o.run_dir import RunDir, replace_text
+from megatron_p3o.trainer.display import ConsoleDisplay, SilentDisplay
+from megatron_p3o.trainer.experience import GeneratedRollouts, RecordedRollouts, RolloutSource
+from megatron_p3o.trainer.loop import Observers, train
+from megatron_p3o.trainer.metrics import JsonlSink, MetricSink, TensorBoardSink
+from megatron_p3o.trainer.policy import Policy
+from megatron_p3o.trainer.report import report
+
+_ROLLOUT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def run_rank(config: RunConfig, *, resume: bool) -> None:
+    """Train as the rank that the environment (RANK, WORLD_SIZE, ...) names.
+
+    Raises:
+        UserError: bad configuration or input; nothing has been written.
+        RunError: the run cannot go on; the last checkpoint is valid.
+    """
+    _set_threads(config)
+    layout = ParallelLayout.for_world(config.layout, int(os.environ["WORLD_SIZE"]))
+    inputs = check_run(config, resume=resume)
+    run_dir = RunDir(Path(config.run.dir))
+    with _joined(layout, config) as context, ExitStack() as cleanup:
+        rollouts = _rollout_source(config, inputs, context)
+        cleanup.callback(rollouts.close)
+        policy = Policy(config, inputs.architecture, context)
+        checkpoints = CheckpointStore(run_dir, context, keep=config.checkpoint.keep)
+        first_step = 0
+        if inputs.resume_from is not None:
+            first_step = _restore(policy, rollouts, checkpoints)
+        # Every rank has checked the run dir by now; only then may it come into being.
+        context.barrier()
+        observers = _observers(config, run_dir, context, first_step)
+        cleanup.callback(observers.display.close)
+        for sink in observers.sinks:
+            cleanup.callback(sink.close)
+        train(
+            config,
+            policy,
+            rollouts,
+            checkpoints,
+            observers,
+            identity=inputs.identity,
+            first_step=first_step,
+        )
+        observers.display.close()
+        if context.rank == 0:
+            report(config)
+
+
+@contextmanager
+def _joined(layout: ParallelLayout, config: RunConfig) -> Iterator[ParallelContext]:
+    context = initialize(layout, seed=config.run.seed)
+    yield context
+    # Not in a finally block: after a failure the other ranks may never come here.
+    shut_down()
+
+
+def _set_threads(config: RunConfig) -> None:
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    share = max(1, (os.cpu_count() or 1) // local_ranks)
+    torch.set_num_threads(config.run.num_threads_per_rank or share)
+
+
+def _rollout_source(
+    config: RunConfig, inputs: RunInputs, context: ParallelContext
+) -> RolloutSource:
+    if inputs.prompts is None:
+        return RecordedRollouts(ReplayRollouts(Path(str(config.rollout.replay_path))))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"model.path={config.model.path!r} has no tokenizer that can be read ({error}); copy "
+            "the model's tokenizer files into it"
+        ) from error
+    engine = EmbeddedEngine(
+        Path(config.model.path),
+        sampling=config.sampling,
+        seed=config.run.seed,
+        batch_size=config.rollout.batch_size,
+        dtype=_ROLLOUT_DTYPES[config.precision.rollout],
+        device=context.device,
+        eos_token_ids=inputs.architecture.eos_token_ids,
+    )
+    return GeneratedRollouts(
+        config, context, engine=engine, prompts=inputs.prompts, tokenizer=tokenizer
+    )
+
+
+def _restore(policy: Policy, rollouts: RolloutSource, checkpoints: CheckpointStore) -> int:
+    state = checkpoints.load_latest(policy.model, policy.optimizer)
+    policy.weight_version = state["weight_version"]
+    rollouts.load_state(state["rollouts"])
+    return state["step"]
+
+
+def _observers(
+    config: RunConfig, run_dir: RunDir, context: ParallelContext, first_step: int
+) -> Observers:
+    if context.rank != 0:
+        return Observers(sinks=(), recorder=None, display=SilentDisplay())
+    run_dir.root.mkdir(parents=True, exist_ok=True)
+    replace_text(run_dir.config, to_yaml(config))
+    sinks: list[MetricSink] = [JsonlSink(run_dir.metrics, first_step=first_step)]
+    if config.run.tensorboard:
+        sinks.append(TensorBoardSink(run_dir.tensorboard, first_step=first_step))
+    recorder = None
+    if config.run.record:
+        recorder = SampleRecorder(run_dir.samples)
+        recorder.truncate_after(first_step)
+    return Observers(
+        sinks=sinks, recorder=recorder, display=ConsoleDisplay(config, first_step=first_step)
+    )

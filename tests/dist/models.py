@@ -1,0 +1,95 @@
+"""Tiny random models and recorded batches, made once per test session on the parent's side."""
+
+import json
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
+
+from megatron_p3o.config import RunConfig, parse_config
+from megatron_p3o.types import Sample
+
+VOCAB = 101  # prime, so that every tensor-parallel size needs padding
+
+
+def tiny_config(family: str, *, tied: bool) -> PretrainedConfig:
+    common = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": tied,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+    # A large spread, so that logits and gradients are of order one and errors show.
+    return {"llama": LlamaConfig, "qwen3": Qwen3Config}[family](initializer_range=0.15, **common)
+
+
+def make_model(directory: Path, family: str, *, tied: bool, seed: int = 0) -> Path:
+    """A random Hugging Face checkpoint whose norm weights are not all ones."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(tiny_config(family, tied=tied), dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(0.1 * torch.randn(parameter.shape))
+    model.save_pretrained(directory)
+    return directory
+
+
+def make_recording(
+    path: Path, model_dir: Path, *, steps: int, groups: int, group_size: int, noise: float
+) -> Path:
+    """samples.jsonl of ragged random samples; rollout log-probs are the model's plus noise."""
+    generator = torch.Generator().manual_seed(5)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (1,), generator=generator))
+
+    with path.open("w") as file:
+        for step in range(steps):
+            for group in range(groups):
+                prompt = torch.randint(2, VOCAB, (draw(2, 7),), generator=generator).tolist()
+                for index in range(group_size):
+                    response = torch.randint(2, VOCAB, (draw(1, 9),), generator=generator).tolist()
+                    with torch.no_grad():
+                        logits = model(torch.tensor([prompt + response])).logits[0]
+                    logp = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
+                    logp = logp.gather(1, torch.tensor(response)[:, None])[:, 0]
+                    logp = logp + noise * torch.randn(logp.shape, generator=generator)
+                    sample = Sample(
+                        prompt_id=f"{step}-{group}",
+                        sample_index=index,
+                        prompt_ids=tuple(prompt),
+                        response_ids=tuple(response),
+                        rollout_logprobs=tuple(logp.tolist()),
+                        finish_reason="stop",
+                        weight_version_min=step,
+                        weight_version_max=step,
+                        reward=float(draw(0, 4)),
+                    )
+                    file.write(json.dumps({"step": step, **sample.to_json()}) + "\n")
+    return path
+
+
+def replay_config(
+    model_dir: Path, recording: Path, *, steps: int, groups: int, group_size: int, **sections: dict
+) -> RunConfig:
+    """A run on a recording; `sections` override or extend fields."""
+    tree = {
+        "run": {"dir": "unused", "record": False},
+        "model": {"path": str(model_dir)},
+        "data": {"source": "generator", "generator": "arithmetic"},
+        "train": {"steps": steps, "prompts_per_step": groups, "samples_per_prompt": group_size},
+        "optimizer": {"lr": 1e-3, "weight_decay": 0.1},
+        "rollout": {"engine": "replay", "replay_path": str(recording)},
+    }
+    for name, fields in sections.items():
+        tree[name] = {**tree.get(name, {}), **fields}
+    return parse_config(tree)

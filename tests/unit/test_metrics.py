@@ -1,0 +1,45 @@
+import json
+from pathlib import Path
+
+from megatron_p3o.trainer.metrics import JsonlSink, Metric, Over, combine, read_metrics
+
+
+def test_each_metric_combines_as_it_says() -> None:
+    first = {
+        "mean": Metric(1.0),
+        "max": Metric(5.0, Over.MAX),
+        "min": Metric(5.0, Over.MIN),
+        "sum": Metric(2.0, Over.SUM),
+        "last": Metric(1.0, Over.LAST),
+    }
+    second = {
+        "mean": Metric(2.0),
+        "max": Metric(3.0, Over.MAX),
+        "min": Metric(3.0, Over.MIN),
+        "sum": Metric(3.0, Over.SUM),
+        "last": Metric(9.0, Over.LAST),
+    }
+    assert combine([first, second]) == {
+        "mean": 1.5,
+        "max": 5.0,
+        "min": 3.0,
+        "sum": 5.0,
+        "last": 9.0,
+    }
+
+
+def test_floats_survive_the_file(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "metrics.jsonl", first_step=0)
+    sink.write(0, {"loss/total": 0.1 + 0.2})
+    sink.close()
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 0, "loss/total": 0.1 + 0.2}]
+
+
+def test_resuming_drops_steps_after_the_checkpoint_and_half_lines(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": step, "x": 1.0}) for step in range(4)]
+    path.write_text("\n".join(lines) + '\n{"step": 4, "x"')
+    sink = JsonlSink(path, first_step=2)
+    sink.write(2, {"x": 7.0})
+    sink.close()
+    assert [(r["step"], r["x"]) for r in read_metrics(path)] == [(0, 1.0), (1, 1.0), (2, 7.0)]
