@@ -21,9 +21,13 @@ from typing import Any, Literal
 
 from megatron_p3o.errors import ConfigurationError, InputError
 
-Family = Literal["llama", "qwen3"]
+Family = Literal["llama", "qwen2", "qwen3"]
 
-_FAMILY_OF: Mapping[str, Family] = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
+_FAMILY_OF: Mapping[str, Family] = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
 
 # Fields that change the computation, with the values under which it is the one computed here.
 # attention_bias: Hugging Face then also puts a bias on the output projection, which Megatron has
@@ -45,6 +49,7 @@ _FIXED_FIELDS: Mapping[str, tuple[Any, ...]] = {
 # sliding_window and max_window_layers are unused while use_sliding_window is false.
 _IRRELEVANT_FIELDS: Mapping[Family, frozenset[str]] = {
     "llama": frozenset({"is_llama_config"}),
+    "qwen2": frozenset({"sliding_window", "max_window_layers"}),
     "qwen3": frozenset({"sliding_window", "max_window_layers"}),
 }
 _IRRELEVANT_ANYWHERE = frozenset(
@@ -116,7 +121,7 @@ def read_architecture(model_dir: str | Path) -> ModelArchitecture:
 
     hidden_size = config.positive_int("hidden_size")
     num_heads = config.positive_int("num_attention_heads")
-    default_head_dim = {"llama": hidden_size // num_heads, "qwen3": 128}[family]
+    default_head_dim = 128 if family == "qwen3" else hidden_size // num_heads
     num_kv_heads = config.positive_int("num_key_value_heads", default=num_heads)
     if num_heads % num_kv_heads:
         raise config.error(
@@ -138,7 +143,7 @@ def read_architecture(model_dir: str | Path) -> ModelArchitecture:
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         tie_word_embeddings=config.flag("tie_word_embeddings"),
-        qkv_bias=False,  # attention_bias asks for more than this, and is refused
+        qkv_bias=family == "qwen2",
         qk_layernorm=family == "qwen3",
         initializer_range=config.positive_float("initializer_range", default=0.02),
         eos_token_ids=_eos_token_ids(config),

@@ -124,8 +124,7 @@ def _observers(
         sinks.append(TensorBoardSink(run_dir.tensorboard, first_step=first_step))
     recorder = None
     if config.run.record:
-        recorder = SampleRecorder(run_dir.samples)
-        recorder.truncate_after(first_step)
+        recorder = SampleRecorder(run_dir.samples, first_step=first_step)
     return Observers(
         sinks=sinks, recorder=recorder, display=ConsoleDisplay(config, first_step=first_step)
     )

@@ -135,6 +135,7 @@ _MLP_AND_NORMS = (_MLP_IN, _MLP_OUT, _ATTENTION_NORM, _MLP_NORM)
 
 _LAYER_TABLES: Mapping[Family, tuple[_Row, ...]] = {
     "llama": (_QKV_WEIGHT, _ATTENTION_OUTPUT, *_MLP_AND_NORMS),
+    "qwen2": (_QKV_WEIGHT, _QKV_BIAS, _ATTENTION_OUTPUT, *_MLP_AND_NORMS),
     "qwen3": (_QKV_WEIGHT, _ATTENTION_OUTPUT, _QUERY_NORM, _KEY_NORM, *_MLP_AND_NORMS),
 }
 
@@ -145,8 +146,6 @@ def param_rows(architecture: ModelArchitecture) -> tuple[ParamRow, ...]:
     Tied embeddings have one row, the embedding's.
     """
     layer_table = _LAYER_TABLES[architecture.family]
-    if architecture.qkv_bias:
-        layer_table = (_QKV_BIAS, *layer_table)
     rows = [_bind(_EMBEDDING, architecture)]
     for layer in range(architecture.num_layers):
         rows += [_bind(row, architecture, layer) for row in layer_table]

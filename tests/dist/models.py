@@ -4,7 +4,13 @@ import json
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from megatron_p3o.config import RunConfig, parse_config
 from megatron_p3o.types import Sample
@@ -27,16 +33,17 @@ def tiny_config(family: str, *, tied: bool) -> PretrainedConfig:
         "eos_token_id": 1,
     }
     # A large spread, so that logits and gradients are of order one and errors show.
-    return {"llama": LlamaConfig, "qwen3": Qwen3Config}[family](initializer_range=0.15, **common)
+    config_class = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}[family]
+    return config_class(initializer_range=0.15, **common)
 
 
 def make_model(directory: Path, family: str, *, tied: bool, seed: int = 0) -> Path:
-    """A random Hugging Face checkpoint whose norm weights are not all ones."""
+    """A random Hugging Face checkpoint whose norms and biases are not all ones and zeros."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(tiny_config(family, tied=tied), dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:
+            if "norm" in name or "bias" in name:
                 parameter.add_(0.1 * torch.randn(parameter.shape))
     model.save_pretrained(directory)
     return directory

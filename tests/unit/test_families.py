@@ -140,9 +140,11 @@ def test_only_linear_weights_of_the_decoder_may_be_fp8() -> None:
     }
 
 
-def test_qkv_bias_adds_one_row_per_layer() -> None:
+def test_qwen2_has_one_bias_row_per_layer() -> None:
     plain = {row.megatron for row in param_rows(_LLAMA)}
-    biased = {row.megatron: row for row in param_rows(replace(_LLAMA, qkv_bias=True))}
+    biased = {
+        row.megatron: row for row in param_rows(replace(_LLAMA, family="qwen2", qkv_bias=True))
+    }
     bias = "decoder.layers.1.self_attention.linear_qkv.bias"
     assert set(biased) - plain == {bias, bias.replace("1", "0")}
     assert biased[bias].hf == {

@@ -1,0 +1,52 @@
+"""Sampling noise that depends on what is sampled, not on who samples it.
+
+Token `position` of a sample is drawn by inverting the distribution function at one uniform number
+u, a keyed hash of (seed, step, prompt, sample, position). So the same seed gives the same samples
+for every number of ranks, batch composition and order of work, as far as rounding lets the
+distributions agree.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Shape legend: B sequences, V vocabulary.
+
+_UNIFORM_BITS = 53  # all that a float64 in [0, 1) can resolve evenly
+
+
+@dataclass(frozen=True, slots=True)
+class SampleNoise:
+    """The uniform numbers of one sample."""
+
+    seed: int
+    step: int
+    prompt_id: str
+    sample_index: int
+
+    def uniform(self, position: int) -> float:
+        """u in [0, 1) for the response token at `position`; stable across machines and versions."""
+        # repr keeps the fields apart whatever the prompt id holds.
+        key = repr((self.seed, self.step, self.prompt_id, self.sample_index, position))
+        digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+        return (int.from_bytes(digest, "little") >> (64 - _UNIFORM_BITS)) / 2.0**_UNIFORM_BITS
+
+
+def invert_cdf(probs_BV: Tensor, uniform_B: Tensor) -> Tensor:
+    """The token at which the cumulated probability first exceeds u, [B] int64.
+
+    Sums are float64: in float32 the rounding of a large vocabulary's sum would move tokens.
+
+    Args:
+        probs_BV: probabilities, up to a common factor per row.
+        uniform_B: float64 in [0, 1).
+    """
+    cdf_BV = probs_BV.cumsum(dim=1, dtype=torch.float64)
+    total_B = cdf_BV[:, -1]
+    # u * total may round up to the total, beyond which there is no token.
+    below_total_B = torch.nextafter(total_B, torch.zeros_like(total_B))
+    target_B = torch.minimum(uniform_B * total_B, below_total_B)
+    # The first cumulated value strictly above the target belongs to a token of positive weight.
+    return torch.searchsorted(cdf_BV, target_B[:, None], right=True).squeeze(1)

@@ -1,0 +1,79 @@
+"""Reads a recorded samples.jsonl back: training without an engine, for exact comparisons."""
+
+import json
+from collections import defaultdict
+from pathlib import Path
+
+from megatron_p3o.errors import InputError, RunError
+from megatron_p3o.types import Sample, SampleGroup
+
+
+class ReplayRollouts:
+    """A recording's groups by step. Holds an index of line offsets, not the samples."""
+
+    def __init__(self, path: Path) -> None:
+        """Index and check the whole file.
+
+        Raises:
+            InputError: missing, empty, not JSON on line N, or a field of line N is missing or
+                contradictory.
+        """
+        self._path = path
+        self._offsets: dict[int, list[int]] = defaultdict(list)
+        try:
+            with path.open("rb") as file:
+                offset = 0
+                for number, line in enumerate(file, start=1):
+                    if line.strip():
+                        self._offsets[self._check(line, number)].append(offset)
+                    offset += len(line)
+        except OSError as error:
+            raise InputError(
+                f"rollout.replay_path={str(path)!r} cannot be read ({error.strerror}); give the "
+                "samples.jsonl of a recorded run"
+            ) from error
+        if not self._offsets:
+            raise InputError(
+                f"rollout.replay_path={str(path)!r} holds no samples; record a run with "
+                "run.record=true"
+            )
+
+    def steps(self) -> list[int]:
+        """The recorded steps, ascending."""
+        return sorted(self._offsets)
+
+    def groups(self, step: int) -> tuple[SampleGroup, ...]:
+        """The step's groups, in recorded order.
+
+        Raises:
+            RunError: the step was not recorded.
+        """
+        if step not in self._offsets:
+            steps = self.steps()
+            raise RunError(
+                f"step {step} is not in {str(self._path)!r}, which holds {len(steps)} steps from "
+                f"{steps[0]} to {steps[-1]}; lower train.steps"
+            )
+        members: dict[str, list[Sample]] = defaultdict(list)
+        with self._path.open("rb") as file:
+            for offset in self._offsets[step]:
+                file.seek(offset)
+                sample = Sample.from_json(json.loads(file.readline()))
+                members[sample.prompt_id].append(sample)
+        return tuple(
+            SampleGroup(prompt_id=prompt_id, samples=tuple(samples))
+            for prompt_id, samples in members.items()
+        )
+
+    def _check(self, line: bytes, number: int) -> int:
+        where = f"rollout.replay_path={str(self._path)!r}, line {number}"
+        try:
+            record = json.loads(line)
+            Sample.from_json(record)
+            return int(record["step"])
+        except UnicodeDecodeError as error:
+            raise InputError(f"{where}: not UTF-8 ({error}); record the run again") from error
+        except json.JSONDecodeError as error:
+            raise InputError(f"{where}: not JSON ({error}); remove or mend the line") from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(f"{where}: not a recorded sample ({error!r}); remove it") from error
