@@ -56,7 +56,13 @@ _IRRELEVANT_ANYWHERE = frozenset(
     {
         *("transformers_version", "_name_or_path", "_attn_implementation_autoset"),
         *("use_cache", "torchscript", "return_dict", "output_attentions", "output_hidden_states"),
-        *("bos_token_id", "pad_token_id", "tokenizer_class", "transformers.js_config"),
+        *(
+            "bos_token_id",
+            "pad_token_id",
+            "unk_token_id",
+            "tokenizer_class",
+            "transformers.js_config",
+        ),
         *("max_length", "do_sample", "temperature", "top_k", "top_p", "is_decoder"),
         *("id2label", "label2id", "num_labels", "problem_type", "task_specific_params"),
     }

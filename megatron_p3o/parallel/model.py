@@ -109,8 +109,12 @@ def make_transformer_config(
         "qk_layernorm": architecture.qk_layernorm,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        # Weights come from a checkpoint; drawing random ones first would be wasted time.
-        "perform_initialization": False,
+        # Weights come from a checkpoint; drawing random ones first would be wasted time. Not by
+        # perform_initialization=False: that also skips marking parameters as tensor-parallel,
+        # and the gradient norm then counts only the first rank's shards.
+        "init_method": _leave_uninitialised,
+        "output_layer_init_method": _leave_uninitialised,
+        "embedding_init_method": _leave_uninitialised,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
@@ -133,6 +137,10 @@ def make_transformer_config(
     if context.device.type == "cpu":
         fields |= cpu.transformer_config_overrides()
     return TransformerConfig(**fields)
+
+
+def _leave_uninitialised(weight: Tensor) -> Tensor:
+    return weight
 
 
 def _layer_spec(config: TransformerConfig, device: torch.device) -> ModuleSpec:

@@ -95,6 +95,9 @@ class PolicyOptimizer:
         self.scheduler.step(1)
         lr = float(self.megatron.param_groups[0]["lr"])
         self.megatron.step()
+        # Without a distributed optimizer `grad` is the gradient buffer itself: left in place, the
+        # next backward pass would add the buffer to itself.
+        self.megatron.zero_grad()
         return StepOutcome(grad_norm=grad_norm, lr=lr)
 
     def sharded_state(self, model_state: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:

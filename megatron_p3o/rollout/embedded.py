@@ -81,9 +81,10 @@ class EmbeddedEngine:
         for name, tensor in named_tensors:
             parameter = self._parameters.get(name)
             if parameter is None or parameter.shape != tensor.shape:
+                expected = "no such tensor" if parameter is None else tuple(parameter.shape)
                 raise RunError(
                     f"weights of version {version}: {name} {tuple(tensor.shape)} does not fit the "
-                    f"rollout model, which has {None if parameter is None else tuple(parameter.shape)}"
+                    f"rollout model, which has {expected}"
                 )
             parameter.copy_(tensor)
             missing.discard(name)
