@@ -12,6 +12,8 @@ class _Objective(Section):
     """(r - mean) / (std + 1e-6) with the n-1 std; r - mean; or the reward itself."""
     entropy_coefficient: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the entropy bonus: the loss gains -coefficient * H per token."""
+    normalization: Literal["token_mean", "sequence_mean"] = "token_mean"
+    """Mean over the step's tokens, or the mean over sequences of each one's token mean."""
 
 
 class P3OObjective(_Objective):
@@ -52,8 +54,6 @@ class GRPOObjective(_Objective):
     clip_high: PositiveFloat = 0.2
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
     """Weight of k3 between trainer and rollout policy."""
-    normalization: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """Mean over the step's tokens, or the mean over sequences of each one's token mean."""
 
 
 Objective = Annotated[

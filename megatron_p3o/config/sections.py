@@ -119,6 +119,10 @@ class TrainSection(Section):
     """Sequences per microbatch; changes speed and memory, not the update."""
     logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose logits exist at once, in fp32: [chunk, vocab / tensor]."""
+    scoring: Literal["separate", "fused"] = "separate"
+    """How the ESS is known before the backward pass: by a forward pass of its own, or by running
+    every microbatch's forward before the first backward, which saves that pass and keeps the
+    activations of the whole optimizer step."""
     recompute: Literal["none", "full"] = "none"
     """Keep activations, or recompute every layer in the backward pass."""
 
@@ -249,6 +253,11 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _cross_section(self) -> "RunConfig":
+        if self.train.scoring == "fused" and self.layout.pipeline > 1:
+            raise ValueError(
+                f"train.scoring=fused needs layout.pipeline=1 (got {self.layout.pipeline}), since "
+                "pipeline schedules interleave forward and backward; use train.scoring=separate"
+            )
         group = self.train.samples_per_prompt
         if self.objective.advantage != "none" and group < 2:
             raise ValueError(

@@ -36,11 +36,20 @@ class Microbatch:
     advantages: Tensor  # [T] float32
     token_weights: Tensor  # [T] float32
     samples: tuple[ScoredSample, ...]
-    proximal_logprobs: Tensor | None = None  # [T] float32
+    proximal_logprobs: Tensor | None = None
+    """[T] float32; None while the present weights are those that first consume the batch."""
 
     @property
     def num_tokens(self) -> int:
         return self.labels.numel()
+
+    def proximal(self, logprobs: Tensor) -> Tensor:
+        """Log-probs under the weights that first consumed the batch, [T], no gradient.
+
+        Args:
+            logprobs: under the present weights.
+        """
+        return logprobs.detach() if self.proximal_logprobs is None else self.proximal_logprobs
 
     def with_proximal(self, proximal_logprobs: Tensor) -> "Microbatch":
         """The same microbatch, carrying the log-probs with which it was first consumed."""
@@ -94,8 +103,12 @@ def collate(samples: Sequence[ScoredSample], device: torch.device) -> Microbatch
     """Pad and align; `samples` may be empty."""
     length = max([1, *map(_sequence_length, samples)])
     input_ids = torch.zeros(max(1, len(samples)), length, dtype=torch.int64)
-    rows, cols, labels = [], [], []
-    rollout_logprobs, advantages, weights = [], [], []
+    rows: list[int] = []
+    cols: list[int] = []
+    labels: list[int] = []
+    rollout_logprobs: list[float] = []
+    advantages: list[float] = []
+    weights: list[float] = []
     for row, scored in enumerate(samples):
         sample = scored.sample
         tokens = (sample.prompt_ids + sample.response_ids)[:-1]

@@ -3,9 +3,11 @@
 `score` runs forward without gradient and keeps the log-probs; `train` runs forward and backward
 with the trust statistics that scoring gave. Both select the response tokens' hidden states and
 apply `parallel.logprobs`, by the same code on the same numbers, so their log-probs are bitwise
-equal for the same weights.
+equal for the same weights. `forward` and `backward` are the same step without a scoring pass: all
+microbatches' forwards, then all backwards, for models without pipeline stages.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +38,7 @@ class HeadOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicrobatchScore:
-    """What one forward pass says of a microbatch's T tokens; no gradient."""
+    """What one forward pass says of a microbatch's T tokens; gradient only from `forward`."""
 
     logprobs: Tensor  # [T] float32
     entropy: Tensor  # [T] float32, nats
@@ -86,30 +88,48 @@ class StepRunner:
             One entry per microbatch on the last pipeline stage; an empty list elsewhere.
         """
 
-        def backpropagate(index: int, hidden: Tensor) -> tuple[Tensor, Tensor, MicrobatchResult]:
+        def compute_loss(index: int, hidden: Tensor) -> tuple[Tensor, Tensor, MicrobatchResult]:
             microbatch = microbatches[index]
             logprobs, entropy = self._logprobs(hidden, microbatch, with_entropy=with_entropy)
-            output = loss(
-                index,
-                TokenStats(
-                    logprobs=logprobs,
-                    rollout_logprobs=microbatch.rollout_logprobs,
-                    advantages=microbatch.advantages,
-                    token_weights=microbatch.token_weights,
-                    proximal_logprobs=microbatch.proximal_logprobs,
-                    entropy=entropy if with_entropy else None,
-                ),
-            )
+            score = MicrobatchScore(logprobs=logprobs, entropy=entropy)
+            output = loss(index, _token_stats(microbatch, score))
             num_tokens = torch.tensor(output.num_tokens, dtype=torch.int, device=hidden.device)
-            result = MicrobatchResult(
-                logprobs=logprobs.detach(),
-                loss_sum=output.loss_sum.detach(),
-                metrics=output.metrics,
-            )
-            return output.loss_sum, num_tokens, result
+            return output.loss_sum, num_tokens, _result(score, output)
 
         self._model.wrapped.zero_grad_buffer()
-        return self._run(microbatches, backpropagate, forward_only=False)
+        return self._run(microbatches, compute_loss, forward_only=False)
+
+    def forward(self, microbatches: Sequence[Microbatch]) -> list[MicrobatchScore]:
+        """All forward passes, keeping their graphs for `backward`. Needs a single stage."""
+        assert self._context.layout.pipeline == 1
+        scores = []
+        for microbatch in microbatches:
+            hidden = self._model.wrapped(microbatch.input_ids, microbatch.position_ids, None)
+            logprobs, entropy = self._logprobs(hidden, microbatch, with_entropy=True)
+            scores.append(MicrobatchScore(logprobs=logprobs, entropy=entropy))
+        return scores
+
+    def backward(
+        self,
+        microbatches: Sequence[Microbatch],
+        scores: Sequence[MicrobatchScore],
+        loss: MicrobatchLoss,
+    ) -> list[MicrobatchResult]:
+        """All backward passes through what `forward` returned; otherwise as `train`."""
+        wrapped = self._model.wrapped
+        wrapped.zero_grad_buffer()
+        results, num_tokens = [], 0
+        for index, (microbatch, score) in enumerate(zip(microbatches, scores, strict=True)):
+            output = loss(index, _token_stats(microbatch, score))
+            is_last = index + 1 == len(microbatches)
+            # Gradients are reduced over ranks in the last backward pass, as in the schedules.
+            with contextlib.nullcontext() if is_last else wrapped.no_sync():
+                output.loss_sum.backward()
+            num_tokens += output.num_tokens
+            results.append(_result(score, output))
+        total = torch.tensor(num_tokens, dtype=torch.int, device=self._context.device)
+        self._model.module.config.finalize_model_grads_func([wrapped], total)
+        return results
 
     def _run(
         self, microbatches: Sequence[Microbatch], on_hidden: Callable[..., Any], **options: bool
@@ -147,3 +167,22 @@ class StepRunner:
             tensor_group=self._context.tensor_group,
             with_entropy=with_entropy,
         )
+
+
+def _token_stats(microbatch: Microbatch, score: MicrobatchScore) -> TokenStats:
+    return TokenStats(
+        logprobs=score.logprobs,
+        rollout_logprobs=microbatch.rollout_logprobs,
+        advantages=microbatch.advantages,
+        token_weights=microbatch.token_weights,
+        proximal_logprobs=microbatch.proximal(score.logprobs),
+        entropy=score.entropy,
+    )
+
+
+def _result(score: MicrobatchScore, output: LossOutput) -> MicrobatchResult:
+    return MicrobatchResult(
+        logprobs=score.logprobs.detach(),
+        loss_sum=output.loss_sum.detach(),
+        metrics=output.metrics,
+    )

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from megatron_p3o.config import SamplingSection
 from megatron_p3o.errors import NonFiniteError, RunError
@@ -223,5 +224,7 @@ def _select(cache: DynamicCache, rows_B: Tensor) -> DynamicCache:
     """A cache of the given rows, in that order, each as often as it is named."""
     selected = DynamicCache()
     for index, layer in enumerate(cache.layers):
+        assert isinstance(layer, DynamicLayer)
+        assert layer.keys is not None and layer.values is not None
         selected.update(layer.keys[rows_B], layer.values[rows_B], index)
     return selected

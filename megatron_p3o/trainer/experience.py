@@ -87,7 +87,7 @@ class GeneratedRollouts:
         items = {prompt.key: self._prompts[prompt.index] for prompt in mine}
         generations = self._engine.generate(requests) if requests else []
         texts = self._tokenizer.batch_decode(
-            [g.response_ids for g in generations], skip_special_tokens=True
+            [list(g.response_ids) for g in generations], skip_special_tokens=True
         )
         rewards = self._rewards.score(
             [
@@ -164,8 +164,9 @@ def score_groups(groups: Sequence[SampleGroup], config: RunConfig) -> list[Score
             for sample, advantage in zip(group.samples, advantages, strict=True)
             if advantage is not None
         ]
-    normalization = getattr(config.objective, "normalization", "token_mean")
-    weights = token_weights([sample.num_response_tokens for sample, _ in scored], normalization)
+    weights = token_weights(
+        [sample.num_response_tokens for sample, _ in scored], config.objective.normalization
+    )
     return [
         ScoredSample(sample=sample, advantage=advantage, token_weight=weight)
         for (sample, advantage), weight in zip(scored, weights, strict=True)

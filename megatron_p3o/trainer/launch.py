@@ -5,6 +5,7 @@ import signal
 import sys
 import tempfile
 import traceback
+import warnings
 from pathlib import Path
 from types import TracebackType
 
@@ -77,6 +78,8 @@ def run_as_rank(config: RunConfig, *, resume: bool) -> None:
         SystemExit: 2 for bad input, 1 for a failure while running. Only the rank that failed
             first prints: the others fail because it left.
     """
+    # Megatron and torch warn, on every rank, of optional packages and of each other's renamings.
+    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
     from megatron_p3o.trainer.worker import run_rank
 
     with _LeaveOnFailure():

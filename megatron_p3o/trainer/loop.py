@@ -88,30 +88,33 @@ def _optimize(
     policy: Policy, batches: Sequence[Sequence[ScoredSample]], timer: StepTimer
 ) -> list[dict[str, Metric]]:
     """All optimizer steps of one rollout batch; metrics of each."""
+    fused = policy.config.train.scoring == "fused"
+    first, *later = [policy.microbatches(batch) for batch in batches]
     with timer.phase("score"):
-        # The weights that first consume the batch give every token its proximal log-prob.
-        scored = [_with_proximal(policy, policy.microbatches(batch)) for batch in batches]
+        # The weights that first consume the batch give every token its proximal log-prob; for the
+        # first optimizer step those are the present weights, for later ones they are remembered.
+        first_scores = [] if fused else policy.score(first)
+        later = [_with_proximal(m, policy.score(m)) for m in later]
     updates = []
-    for index, (microbatches, proximal_scores) in enumerate(scored):
+    for index, microbatches in enumerate([first, *later]):
+        if fused:
+            with timer.phase("train"):
+                updates.append(policy.update_fused(microbatches))
+            continue
         with timer.phase("score"):
-            # The first step's weights are those that scored it; later ones have moved on.
-            scores = proximal_scores if index == 0 else policy.score(microbatches)
+            scores = first_scores if index == 0 else policy.score(microbatches)
             trust = policy.trust(microbatches, scores)
         with timer.phase("train"):
-            updates.append({**trust.metrics, **policy.update(microbatches, trust)})
+            updates.append(policy.update(microbatches, trust))
     return updates
 
 
 def _with_proximal(
-    policy: Policy, microbatches: list[Microbatch]
-) -> tuple[list[Microbatch], list[MicrobatchScore]]:
-    scores = policy.score(microbatches)
-    if scores:  # on the last pipeline stage
-        microbatches = [
-            microbatch.with_proximal(score.logprobs)
-            for microbatch, score in zip(microbatches, scores, strict=True)
-        ]
-    return microbatches, scores
+    microbatches: list[Microbatch], scores: list[MicrobatchScore]
+) -> list[Microbatch]:
+    if not scores:  # off the last pipeline stage nobody reads them
+        return microbatches
+    return [m.with_proximal(s.logprobs) for m, s in zip(microbatches, scores, strict=True)]
 
 
 def _record(

@@ -16,6 +16,7 @@ from megatron_p3o.parallel.optimizer import PolicyOptimizer
 from megatron_p3o.parallel.setup import ParallelContext
 from megatron_p3o.parallel.step import (
     HeadOptions,
+    MicrobatchLoss,
     MicrobatchResult,
     MicrobatchScore,
     StepRunner,
@@ -101,26 +102,42 @@ class Policy:
 
     def update(self, microbatches: Sequence[Microbatch], trust: StepTrust) -> dict[str, Metric]:
         """Forward, backward, optimizer step: the weight version rises by one."""
+        results = self._runner.train(
+            microbatches,
+            self._loss(trust),
+            with_entropy=self.config.objective.entropy_coefficient > 0,
+        )
+        return self._step(results, trust)
+
+    def update_fused(self, microbatches: Sequence[Microbatch]) -> dict[str, Metric]:
+        """Score, trust and update with one forward pass; see `train.scoring`."""
+        scores = self._runner.forward(microbatches)
+        trust = self.trust(microbatches, scores)
+        results = self._runner.backward(microbatches, scores, self._loss(trust))
+        return self._step(results, trust)
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The whole model by Hugging Face name, one tensor at a time, on every rank."""
+        return hf_tensors(self._architecture, self._gather)
+
+    def _loss(self, trust: StepTrust) -> MicrobatchLoss:
         objective = self.config.objective
         loss = LOSSES[objective.name]
 
         def microbatch_loss(index: int, stats: TokenStats) -> LossOutput:
             return loss(stats, trust.per_microbatch[index], objective)
 
-        results = self._runner.train(
-            microbatches, microbatch_loss, with_entropy=objective.entropy_coefficient > 0
-        )
+        return microbatch_loss
+
+    def _step(self, results: Sequence[MicrobatchResult], trust: StepTrust) -> dict[str, Metric]:
         outcome = self.optimizer.step()
         self.weight_version += 1
         return {
+            **trust.metrics,
             **self._loss_metrics(results, trust.whole),
             "grad_norm": Metric(outcome.grad_norm, Over.MAX),
             "lr": Metric(outcome.lr, Over.LAST),
         }
-
-    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The whole model by Hugging Face name, one tensor at a time, on every rank."""
-        return hf_tensors(self._architecture, self._gather)
 
     def _loss_metrics(
         self, results: Sequence[MicrobatchResult], whole: TrustStats

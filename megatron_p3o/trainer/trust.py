@@ -45,7 +45,7 @@ def measure_trust(
     """Exact trust statistics, the same on every rank.
 
     Args:
-        microbatches: this rank's; each carries its proximal log-probs on the last stage.
+        microbatches: this rank's.
         scores: of the same microbatches under the present weights; empty off the last stage.
         context: where this rank stands.
         scope: which tokens one ESS speaks of.
@@ -83,20 +83,16 @@ def measure_trust(
 
 def _log_ratios(microbatch: Microbatch, score: MicrobatchScore) -> tuple[Tensor, Tensor, Tensor]:
     """(total, drift, mismatch): log(pi / b), log(pi / prox), log(prox / b), each [T]."""
-    assert microbatch.proximal_logprobs is not None
-    return (
-        score.logprobs - microbatch.rollout_logprobs,
-        score.logprobs - microbatch.proximal_logprobs,
-        microbatch.proximal_logprobs - microbatch.rollout_logprobs,
-    )
+    logprobs = score.logprobs.detach()
+    proximal, rollout = microbatch.proximal(logprobs), microbatch.rollout_logprobs
+    return logprobs - rollout, logprobs - proximal, proximal - rollout
 
 
 def _token_sums(microbatch: Microbatch, score: MicrobatchScore) -> Tensor:
     """Sums over tokens of [k3 of the mismatch, |mismatch|, entropy], float64."""
     gap = _log_ratios(microbatch, score)[2].double()
-    return torch.stack(
-        [KL_ESTIMATORS["k3"](gap).sum(), gap.abs().sum(), score.entropy.double().sum()]
-    ).cpu()
+    entropy = score.entropy.detach().double()
+    return torch.stack([KL_ESTIMATORS["k3"](gap).sum(), gap.abs().sum(), entropy.sum()]).cpu()
 
 
 def _trust(row: Tensor) -> TrustStats:

@@ -27,6 +27,7 @@ COMPARED = (
     "loss/score",
     "loss/kl",
     "ess/step",
+    "ess/drift",
     "ess/mismatch",
     "ratio/mean",
     "ratio/std",
@@ -184,8 +185,12 @@ def test_options_that_only_change_cost(tied_model: tuple[Path, Path]) -> None:
     unsharded = _configs(
         tied_model, [{"data": 2}], [2], optimizer={"lr": 1e-3, "weight_decay": 0.1, "distributed": False}
     )
-    reference, *others = run_all(2, plain + recompute + unsharded)[0]
-    for label, run in zip(["recompute", "unsharded optimizer"], others, strict=True):
+    fused = [
+        c.model_copy(update={"train": c.train.model_copy(update={"scoring": "fused"})})
+        for c in plain
+    ]
+    reference, *others = run_all(2, plain + recompute + unsharded + fused)[0]
+    for label, run in zip(["recompute", "unsharded", "fused scoring"], others, strict=True):
         assert_same_update(run, reference, label)
 
 
@@ -205,7 +210,6 @@ def test_microbatch_scope_depends_on_the_split(tied_model: tuple[Path, Path]) ->
 def test_several_optimizer_steps_per_batch_have_their_own_ess(
     tied_model: tuple[Path, Path],
 ) -> None:
-    sections = {"train": {"optimizer_steps_per_rollout": 2, "microbatch_size": 3}}
     configs = [
         replay_config(
             *tied_model,
@@ -217,14 +221,21 @@ def test_several_optimizer_steps_per_batch_have_their_own_ess(
                 "steps": STEPS,
                 "prompts_per_step": GROUPS,
                 "samples_per_prompt": GROUP_SIZE,
-                **sections["train"],
+                "optimizer_steps_per_rollout": 2,
+                "microbatch_size": 3,
+                "scoring": scoring,
             },
         )
-        for layout in ({"data": 2}, {"pipeline": 2})
+        for layout, scoring in (
+            ({"data": 2}, "separate"),
+            ({"pipeline": 2}, "separate"),
+            ({"tensor": 2}, "fused"),
+        )
     ]
     ranks = run_all(2, configs)
     reference = ranks[0][0]
     # The second step's weights have moved from those that scored the batch first.
     assert all(step["ess/drift"] < 1 - 1e-9 for step in reference[0])
     assert [step["weight_version"] for step in reference[0]] == [0, 2, 4]
-    assert_same_update(ranks[0][1], reference, "pipeline")
+    for label, run in zip(["pipeline", "fused scoring"], ranks[0][1:], strict=True):
+        assert_same_update(run, reference, label)

@@ -200,7 +200,6 @@ def failures_of_one_rank(config: RunConfig) -> list[str]:
     def attempt(samples: list[ScoredSample]) -> None:
         batch = policy.microbatches(samples)
         scores = policy.score(batch)
-        batch = [m.with_proximal(s.logprobs) for m, s in zip(batch, scores, strict=True)]
         try:
             policy.update(batch, policy.trust(batch, scores))
         except RunError as error:

@@ -1,0 +1,82 @@
+# make train   train SmolLM2-135M on single-digit addition with P3O (CPU, two ranks)
+# make test    lint, type-check and run the whole test suite
+#
+# Everything is installed into a virtual environment of this directory; nothing else is touched.
+# Variables: PYTHON=python3.12   TORCH=torch==2.13.0   ARGS="--run.seed 1 --run.dir runs/seed1"
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+ifeq ($(strip $(PYTHON)),)
+$(error no Python 3.11 or newer on PATH; install one, or give it: make PYTHON=/path/to/python3)
+endif
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+ifeq ($(strip $(VERSION)),)
+$(error $(PYTHON) cannot be run; give another: make PYTHON=/path/to/python3)
+endif
+
+# torch goes in first, so that no other package chooses one. megatron-core decides the version.
+TORCH ?= $(if $(filter 3.11,$(VERSION)),torch==2.13.0,torch==2.11.0)
+VENV := .venv-$(VERSION)
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+MODEL := models/SmolLM2-135M-Instruct
+TINY := models/tiny
+RUN := examples/quickstart/run.yaml
+ARGS ?=
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help venv model train tiny lint test clean
+
+help:
+	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
+	@echo "Others: make tiny (a minute), make lint, make venv, make model, make clean"
+
+venv: $(READY)
+
+$(READY): pyproject.toml Makefile
+	@echo "== virtual environment $(VENV) ($(PYTHON), $(TORCH))"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet $(TORCH)
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	@touch $@
+
+model: $(MODEL)/config.json
+
+$(MODEL)/config.json: | $(READY)
+	@echo "== model $(MODEL)"
+	$(BIN)/python tools/prepare_smollm2.py $(MODEL)
+
+$(TINY)/config.json: | $(READY)
+	@echo "== model $(TINY)"
+	$(BIN)/python tools/make_tiny_model.py $(TINY)
+
+train: $(READY) $(MODEL)/config.json
+	@$(call run,runs/quickstart,$(RUN))
+
+tiny: $(READY) $(TINY)/config.json
+	@$(call run,runs/tiny,examples/tiny/run.yaml)
+
+# An existing run dir is continued: an unfinished run from its checkpoint, a finished one shown.
+define run
+resume=""; if [ -e $(1) ] && [[ "$(ARGS)" != *--run.dir* ]]; then \
+	resume="--resume"; echo "== $(1) exists: continuing it (remove it to start again)"; fi; \
+set -x; $(BIN)/p3o train $(2) $$resume $(ARGS)
+endef
+
+lint: $(READY)
+	@echo "== lint"
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint $(MODEL)/config.json
+	@echo "== tests"
+	$(BIN)/python -m pytest tests
+
+clean:
+	rm -rf .venv-* models runs .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

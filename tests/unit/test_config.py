@@ -1,0 +1,341 @@
+"""The configuration: what is accepted, what is refused and how, and the way to YAML and back."""
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from megatron_p3o.config import (
+    GRPOObjective,
+    P3OObjective,
+    ReinforceObjective,
+    json_schema,
+    load_config,
+    parse_config,
+    parse_overrides,
+    to_yaml,
+)
+from megatron_p3o.errors import ConfigurationError
+
+MINIMAL: Mapping[str, Any] = {
+    "run": {"dir": "runs/x"},
+    "model": {"path": "models/m"},
+    "data": {"source": "generator", "generator": "arithmetic"},
+    "train": {"steps": 4, "prompts_per_step": 8, "samples_per_prompt": 8},
+}
+
+
+def tree_with(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """MINIMAL with dotted fields set."""
+    tree = copy.deepcopy(dict(MINIMAL))
+    for dotted, value in changes.items():
+        *parents, leaf = dotted.split(".")
+        node = tree
+        for name in parents:
+            node = node.setdefault(name, {})
+        node[leaf] = value
+    return tree
+
+
+def refusal(changes: Mapping[str, Any]) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        parse_config(tree_with(changes))
+    return str(caught.value)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(dict(MINIMAL)))
+    return path
+
+
+def test_defaults_are_the_papers_algorithm_and_untruncated_sampling() -> None:
+    config = parse_config(MINIMAL)
+    assert config.objective == P3OObjective(
+        cap="ess", regularizer="adaptive", kl_estimator="k3", advantage="group_zscore"
+    )
+    assert config.objective.entropy_coefficient == 0
+    assert config.ess.scope == "step"
+    assert (config.sampling.temperature, config.sampling.top_p, config.sampling.top_k) == (1, 1, -1)
+    assert config.layout.data is None
+    assert config.layout.model_parallel_size == 1
+    assert config.data.system_prompt is None
+
+
+def test_the_tree_is_frozen() -> None:
+    config = parse_config(MINIMAL)
+    with pytest.raises(ValidationError, match="frozen"):
+        config.train.steps = 5
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("p3o", P3OObjective), ("reinforce", ReinforceObjective), ("grpo", GRPOObjective)],
+)
+def test_the_name_chooses_the_objective(name: str, kind: type) -> None:
+    assert type(parse_config(tree_with({"objective.name": name})).objective) is kind
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("train.stepz", 3),
+        ("trian", {"steps": 3}),
+        ("data.reward.nmae", "integer_match"),
+        ("objective.clip", 0.2),
+        ("run.loud", None),
+    ],
+)
+def test_unknown_fields_are_refused_by_their_full_name(field: str, value: Any) -> None:
+    message = refusal({"objective.name": "p3o", field: value})
+    assert message == f"{field}={value!r}: no such field; remove it or mend its name"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "rule"),
+    [
+        ("train.steps", "8", "integer"),
+        ("train.steps", True, "integer"),
+        ("train.steps", [8], "integer"),
+        ("train.steps", 8.5, "integer"),
+        ("train.steps", None, "integer"),
+        ("train.steps", 0, "greater than 0"),
+        ("train.steps", -1, "greater than 0"),
+        ("run.seed", -1, "greater than or equal to 0"),
+        ("run.record", "yes", "boolean"),
+        ("run.record", 1, "boolean"),
+        ("run.dir", 3, "string"),
+        ("optimizer.lr", "fast", "number"),
+        ("optimizer.lr", "1e-5x", "number"),
+        ("optimizer.lr", True, "number"),
+        ("optimizer.lr", 0, "greater than 0"),
+        ("optimizer.betas", [0.9], "betas"),
+        ("optimizer.betas", 0.9, "array"),
+        ("sampling.temperature", 0, "greater than 0"),
+        ("layout.tensor", "2", "integer"),
+        ("layout.data", 0, "greater than 0"),
+        ("data.source", "csv", "'jsonl', 'parquet' or 'generator'"),
+        ("data.reward.max_failure_fraction", 1.5, "less than or equal to 1"),
+        ("objective.cap", "clip", "'ess', 'none' or 'constant'"),
+        ("precision.trainer", "fp8", "'fp32' or 'bf16'"),
+        ("rollout.max_staleness", 1, "less than or equal to 0"),
+    ],
+)
+def test_wrong_values_are_refused_with_field_value_and_rule(
+    field: str, value: Any, rule: str
+) -> None:
+    message = refusal({"objective.name": "p3o", field: value})
+    assert len(message.splitlines()) == 1
+    assert message.startswith(field)
+    assert repr(value if not isinstance(value, list) else value[0]).strip("[]") in message
+    assert rule in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"sampling.top_p": 0.9},
+            ["sampling.top_p=0.9", "top_p=1", "every policy ratio wrong", "remove"],
+        ),
+        ({"sampling.top_k": 50}, ["sampling.top_k=50", "top_k=-1", "remove"]),
+        (
+            {"train.samples_per_prompt": 1},
+            ["train.samples_per_prompt=1", ">= 2", "objective.advantage=none"],
+        ),
+        (
+            {"train.samples_per_prompt": 1, "objective.name": "grpo"},
+            ["train.samples_per_prompt=1", "group_zscore"],
+        ),
+        (
+            {"train.optimizer_steps_per_rollout": 3},
+            ["train.optimizer_steps_per_rollout=3", "train.prompts_per_step=8", "divisor"],
+        ),
+        ({"data.source": "jsonl"}, ["data.path", "data.source=jsonl", "set it"]),
+        ({"data.generator": None}, ["data.generator", "set it"]),
+        ({"data.path": "p.jsonl"}, ["data.path='p.jsonl'", "data.source=generator", "remove"]),
+        (
+            {"data.chat": False, "data.system_prompt": "Be brief."},
+            ["data.system_prompt='Be brief.'", "data.chat=true", "remove"],
+        ),
+        ({"layout.context": 2}, ["layout.context=2", "must be 1", "tensor, pipeline and data"]),
+        ({"layout.sequence_parallel": True}, ["layout.sequence_parallel=true", "remove"]),
+        (
+            {"optimizer.lr": 1e-5, "optimizer.min_lr": 1e-4},
+            ["optimizer.min_lr=0.0001", "optimizer.lr=1e-05", "lower it"],
+        ),
+        ({"ess.mean_ratio_band": [1.1, 1.5]}, ["ess.mean_ratio_band=[1.1, 1.5]", "contain 1"]),
+        ({"rollout.engine": "replay"}, ["rollout.replay_path=None", "set both or neither"]),
+        (
+            {"rollout.replay_path": "s.jsonl"},
+            ["rollout.replay_path='s.jsonl'", "rollout.engine=replay", "embedded"],
+        ),
+        (
+            {"objective": {"name": "p3o", "cap": "constant"}},
+            ["objective.cap_constant=None", "objective.cap=constant", "set both or neither"],
+        ),
+        (
+            {"objective": {"name": "p3o", "regularizer_constant": 0.1}},
+            ["objective.regularizer_constant=0.1", "adaptive", "set both or neither"],
+        ),
+    ],
+)
+def test_contradictions_are_refused_with_a_remedy(
+    changes: dict[str, Any], words: list[str]
+) -> None:
+    message = refusal(changes)
+    assert len(message.splitlines()) == 1
+    assert [word for word in words if word not in message] == []
+
+
+def test_a_group_of_one_is_fine_without_group_advantages() -> None:
+    config = parse_config(
+        tree_with(
+            {
+                "train.samples_per_prompt": 1,
+                "objective": {"name": "reinforce", "advantage": "none"},
+            }
+        )
+    )
+    assert config.train.samples_per_prompt == 1
+
+
+def test_every_offending_field_is_named_at_once() -> None:
+    message = refusal({"train.steps": 0, "run.seed": "a", "model": {}})
+    assert [line.split("=")[0].split(" ")[0] for line in message.splitlines()] == [
+        "run.seed",
+        "model.path",
+        "train.steps",
+    ]
+    assert "model.path is missing; set it" in message
+
+
+def test_overrides_in_both_spellings(file: Path) -> None:
+    config = load_config(
+        file, ["--optimizer.lr", "1e-5", "--run.seed=3", "--data.reward.name=math_equivalence"]
+    )
+    assert config.optimizer.lr == 1e-5
+    assert config.run.seed == 3
+    assert config.data.reward.name == "math_equivalence"
+    assert config.train.steps == 4
+
+
+def test_a_later_override_wins_and_values_are_yaml(file: Path) -> None:
+    words = ["--train.steps", "5", "--train.steps=6", "--optimizer.betas", "[0.8, 0.9]"]
+    config = load_config(file, [*words, "--run.dir", "runs/a=b", "--run.record", "false"])
+    assert config.train.steps == 6
+    assert config.optimizer.betas == (0.8, 0.9)
+    assert config.run.dir == "runs/a=b"
+    assert config.run.record is False
+
+
+def test_override_values_may_be_negative_or_start_with_a_dash() -> None:
+    assert parse_overrides(["--sampling.top_k", "-1", "--run.dir", "--x"]) == [
+        ("sampling.top_k", -1),
+        ("run.dir", "--x"),
+    ]
+
+
+@pytest.mark.parametrize("text", ["1e-5", "1E-5", "1.0e-5", "0.00001", ".1e-4"])
+def test_scientific_notation_is_a_number_in_files_and_overrides(file: Path, text: str) -> None:
+    assert load_config(file, ["--optimizer.lr", text]).optimizer.lr == 1e-5
+    file.write_text(file.read_text() + f"optimizer:\n  lr: {text}\n")
+    assert load_config(file).optimizer.lr == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["optimizer.lr", "1"], "override 'optimizer.lr' must be --section.field VALUE"),
+        (["--lr", "1"], "override '--lr' must be --section.field VALUE"),
+        (["--lr=1.5"], "override '--lr=1.5' must be --section.field VALUE"),
+        (["--run.seed", "1", "stray"], "override 'stray' must be --section.field VALUE"),
+        (["--optimizer.lr"], "override --optimizer.lr needs a value"),
+        (["--optimizer.betas", "[1"], "override --optimizer.betas '[1' is not YAML"),
+        (["--run.dir.x", "1"], "override --run.dir.x: run.dir is a value, not a section"),
+        (["--run.sede", "1"], "run.sede=1: no such field"),
+        (["--train.steps", "many"], "train.steps='many'"),
+    ],
+)
+def test_malformed_overrides_are_refused(file: Path, words: list[str], expected: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        load_config(file, words)
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (None, "cannot be read"),
+        (b"\xff\xfe\x00", "cannot be read"),
+        (b"a: [1", "is not YAML"),
+        (b"", "must hold a mapping"),
+        (b"- 1\n", "must hold a mapping"),
+        (b"run: 3\n", "run=3"),
+    ],
+)
+def test_unusable_files_are_refused_by_path(
+    tmp_path: Path, content: bytes | None, expected: str
+) -> None:
+    path = tmp_path / "bad.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigurationError) as caught:
+        load_config(path)
+    assert expected in str(caught.value)
+
+
+FULL: Mapping[str, Any] = {
+    "run.seed": 2**63 - 1,
+    "run.num_threads_per_rank": 3,
+    "layout": {"tensor": 3, "pipeline": 2, "data": 4},
+    "optimizer": {"lr": 3e-7, "min_lr": 1e-8, "schedule": "cosine", "betas": [0.8, 0.999]},
+    "objective": {"name": "p3o", "cap": "constant", "cap_constant": 0.5, "kl_estimator": "k1"},
+    "data.generator_args": {"operations": ["+", "-"], "max_operand": 99, "template": "{a}{op}{b}="},
+    "data.system_prompt": "Answer: yes",
+    "ess.mean_ratio_band": [0.5, 2],
+}
+
+
+@pytest.mark.parametrize("changes", [{}, FULL, {"objective.name": "grpo"}])
+def test_yaml_round_trip(tmp_path: Path, changes: dict[str, Any]) -> None:
+    config = parse_config(tree_with(changes))
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(config))
+    assert load_config(path) == config
+
+
+@given(
+    lr=st.floats(min_value=0, exclude_min=True, allow_nan=False, allow_infinity=False),
+    directory=st.text(),
+    seed=st.integers(0, 2**63 - 1),
+)
+def test_any_number_and_text_survives_the_round_trip(lr: float, directory: str, seed: int) -> None:
+    config = parse_config(tree_with({"optimizer.lr": lr, "run.dir": directory, "run.seed": seed}))
+    assert config.optimizer.lr == lr
+    assert config.run.dir == directory
+    assert parse_config(yaml.safe_load(to_yaml(config))) == config
+
+
+def test_the_schema_is_json_and_describes_fields() -> None:
+    schema = json.loads(json_schema())
+    assert schema["required"] == ["run", "model", "data", "train"]
+    sections = schema["$defs"]
+    train = sections["TrainSection"]
+    assert train["additionalProperties"] is False
+    assert train["properties"]["steps"]["exclusiveMinimum"] == 0
+    assert "Rollout batches" in train["properties"]["steps"]["description"]
+    assert (
+        "Logits are divided by it"
+        in (sections["SamplingSection"]["properties"]["temperature"]["description"])
+    )
+    names = schema["properties"]["objective"]["discriminator"]["mapping"]
+    assert names.keys() == {"p3o", "reinforce", "grpo"}

@@ -1,0 +1,65 @@
+"""Every example is a valid configuration whose data and reward exist."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_p3o.config import load_config
+from megatron_p3o.data import load_prompts, resolve_reward
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
+
+
+def test_the_shipped_examples_are_found() -> None:
+    names = {str(path.relative_to(ROOT)) for path in EXAMPLES}
+    assert {
+        "examples/quickstart/run.yaml",
+        "examples/quickstart/harder.yaml",
+        "examples/tiny/run.yaml",
+    } <= names
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_an_example_loads_and_its_data_and_reward_exist(path: Path) -> None:
+    config = load_config(path)
+    prompts = load_prompts(config.data)
+    verify = resolve_reward(config.data.reward.name)
+    first = prompts[0]
+    assert verify(prompt=first.prompt, response=first.answer, answer=first.answer) == 1.0
+
+
+def test_run_dirs_differ() -> None:
+    dirs = [load_config(path).run.dir for path in EXAMPLES]
+    assert len(set(dirs)) == len(dirs)
+
+
+def test_examples_load_without_torch() -> None:
+    code = (
+        "import sys; from megatron_p3o.config import load_config; "
+        "[load_config(path) for path in sys.argv[1:]]; print('torch' in sys.modules)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, *map(str, EXAMPLES)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert result.stdout.strip() == "False"
+
+
+def test_the_quickstart_is_the_task_that_the_benchmark_times() -> None:
+    config = load_config(ROOT / "examples/quickstart/run.yaml")
+    assert config.data.generator_args == {
+        "operations": ["+"],
+        "max_operand": 9,
+        "template": "What is {a}{op}{b}? Answer with just the number.",
+    }
+    assert (config.train.prompts_per_step, config.train.samples_per_prompt) == (8, 8)
+    assert (config.sampling.max_new_tokens, config.sampling.temperature) == (8, 1.0)
+    assert config.optimizer.lr == 1e-5
+    assert config.optimizer.betas == (0.9, 0.95)
+    assert config.optimizer.clip_grad == 1.0

@@ -1,0 +1,81 @@
+"""The layering: which part may import which, read from the source."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "megatron_p3o"
+# What a part may import of ours, besides itself.
+LEAVES = {"types", "config", "errors", "architecture"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "types": set(),
+    "config": {"errors"},
+    "architecture": {"errors"},
+    "algorithms": {"types", "config", "errors"},
+    "weights": LEAVES,
+    "rollout": LEAVES,
+    "parallel": LEAVES | {"run_dir"},
+    "data": LEAVES,
+    "run_dir": LEAVES,
+    "preflight": LEAVES | {"data", "run_dir"},
+    "trainer": LEAVES
+    | {"algorithms", "weights", "rollout", "parallel", "data", "run_dir", "preflight"},
+    "cli": LEAVES | {"preflight", "trainer"},
+}
+WITHOUT_TORCH = ("errors", "config", "architecture", "run_dir", "data", "preflight", "cli")
+
+
+def sources(part: str) -> list[Path]:
+    """The Python files of `megatron_p3o/<part>.py` or `megatron_p3o/<part>/`."""
+    return [*PACKAGE.glob(f"{part}.py"), *(PACKAGE / part).rglob("*.py")]
+
+
+def imports(path: Path) -> Iterator[list[str]]:
+    """The dotted names that a file imports, inside functions too, split at their dots."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import hides which part it uses"
+            yield from (f"{node.module}.{alias.name}".split(".") for alias in node.names)
+
+
+def test_the_table_speaks_of_every_part() -> None:
+    parts = {path.relative_to(PACKAGE).parts[0] for path in PACKAGE.rglob("*.py")}
+    assert {part.removesuffix(".py") for part in parts} - {"__init__"} == MAY_IMPORT.keys()
+
+
+@pytest.mark.parametrize("part", MAY_IMPORT)
+def test_a_part_imports_only_what_it_may(part: str) -> None:
+    for path in sources(part):
+        ours = {name[1] for name in imports(path) if name[0] == "megatron_p3o" and len(name) > 1}
+        assert ours - {part} <= MAY_IMPORT[part], path
+
+
+def test_only_parallel_imports_megatron() -> None:
+    importing = {
+        path.relative_to(PACKAGE).parts[0]
+        for path in PACKAGE.rglob("*.py")
+        for name in imports(path)
+        if name[0] == "megatron"
+    }
+    assert importing == {"parallel"}
+
+
+def test_algorithms_need_torch_alone() -> None:
+    roots = {name[0] for path in sources("algorithms") for name in imports(path)}
+    assert roots - sys.stdlib_module_names == {"torch", "megatron_p3o"}
+
+
+def test_configuration_and_checks_load_without_torch() -> None:
+    modules = ", ".join(f"megatron_p3o.{name}" for name in WITHOUT_TORCH)
+    code = f"import sys, {modules}; print(sorted({{'torch', 'megatron'}} & sys.modules.keys()))"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert result.stdout.strip() == "[]"
