@@ -7,14 +7,19 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
-PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
-	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
-ifeq ($(strip $(PYTHON)),)
+# Prints the version of the Python $1 when it runs and is new enough.
+version_of = $(shell $1 -c 'import sys; v = sys.version_info; \
+	print("%d.%d" % v[:2]) if v >= (3, 11) else sys.exit(1)' 2>/dev/null)
+
+ifeq ($(PYTHON),)
+PYTHON := $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(if $(call version_of,$p),$p)))
+endif
+ifeq ($(PYTHON),)
 $(error no Python 3.11 or newer on PATH; install one, or give it: make PYTHON=/path/to/python3)
 endif
-VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
-ifeq ($(strip $(VERSION)),)
-$(error $(PYTHON) cannot be run; give another: make PYTHON=/path/to/python3)
+VERSION := $(call version_of,$(PYTHON))
+ifeq ($(VERSION),)
+$(error $(PYTHON) does not run or is older than 3.11; give another: make PYTHON=/path/to/python3)
 endif
 
 # torch goes in first, so that no other package chooses one. megatron-core decides the version.
@@ -36,6 +41,7 @@ help:
 	@echo "Others: make tiny (a minute), make lint, make venv, make model, make clean"
 
 venv: $(READY)
+	@echo "== $(VENV) is ready"
 
 $(READY): pyproject.toml Makefile
 	@echo "== virtual environment $(VENV) ($(PYTHON), $(TORCH))"
@@ -63,7 +69,7 @@ tiny: $(READY) $(TINY)/config.json
 
 # An existing run dir is continued: an unfinished run from its checkpoint, a finished one shown.
 define run
-resume=""; if [ -e $(1) ] && [[ "$(ARGS)" != *--run.dir* ]]; then \
+resume=""; if [ -e $(1)/config.yaml ] && [[ "$(ARGS)" != *--run.dir* ]]; then \
 	resume="--resume"; echo "== $(1) exists: continuing it (remove it to start again)"; fi; \
 set -x; $(BIN)/p3o train $(2) $$resume $(ARGS)
 endef
@@ -79,4 +85,5 @@ test: lint $(MODEL)/config.json
 	$(BIN)/python -m pytest tests
 
 clean:
-	rm -rf .venv-* models runs .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	@echo "== removing environments and caches; models/ and runs/ are kept"
+	rm -rf .venv-* .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

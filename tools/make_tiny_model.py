@@ -51,7 +51,7 @@ def make_tiny_model(destination: Path, *, seed: int = 0) -> None:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config).to(torch.float32)
+        model = Qwen3ForCausalLM(config).float()
     model.save_pretrained(destination)
     tokenizer.save_pretrained(destination)
 

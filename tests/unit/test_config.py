@@ -117,7 +117,7 @@ def test_unknown_fields_are_refused_by_their_full_name(field: str, value: Any) -
         ("optimizer.lr", "1e-5x", "number"),
         ("optimizer.lr", True, "number"),
         ("optimizer.lr", 0, "greater than 0"),
-        ("optimizer.betas", [0.9], "betas"),
+        ("optimizer.betas", [0.9, 0.95, 0.99], "at most 2 items"),
         ("optimizer.betas", 0.9, "array"),
         ("sampling.temperature", 0, "greater than 0"),
         ("layout.tensor", "2", "integer"),
@@ -135,7 +135,7 @@ def test_wrong_values_are_refused_with_field_value_and_rule(
     message = refusal({"objective.name": "p3o", field: value})
     assert len(message.splitlines()) == 1
     assert message.startswith(field)
-    assert repr(value if not isinstance(value, list) else value[0]).strip("[]") in message
+    assert repr(value) in message
     assert rule in message
 
 
