@@ -44,6 +44,7 @@ def check_run(config: RunConfig, *, resume: bool) -> RunInputs:
     check_layout(architecture, tensor=config.layout.tensor, pipeline=config.layout.pipeline)
     prompts = None
     if config.rollout.engine == "embedded":
+        _check_tokenizer(Path(config.model.path))
         prompts = load_prompts(config.data)
         resolve_reward(config.data.reward.name)
     elif not Path(str(config.rollout.replay_path)).is_file():
@@ -62,6 +63,16 @@ def check_run(config: RunConfig, *, resume: bool) -> RunInputs:
         identity=identity,
         resume_from=_check_run_dir(config, identity, resume=resume),
     )
+
+
+def _check_tokenizer(model_dir: Path) -> None:
+    # Without any of these transformers makes an empty tokenizer instead of failing.
+    files = ("tokenizer.json", "tokenizer.model", "vocab.json")
+    if not any((model_dir / name).is_file() for name in files):
+        raise InputError(
+            f"model.path={str(model_dir)!r} has no tokenizer (none of {', '.join(files)}); copy "
+            "the model's tokenizer files into it"
+        )
 
 
 def _data_identity(config: RunConfig, prompts: PromptSet | None) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """From a YAML file and command-line words to a validated tree, and back."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,17 @@ from pydantic import ValidationError
 from megatron_p3o.config.objectives import OBJECTIVE_NAMES
 from megatron_p3o.config.sections import RunConfig
 from megatron_p3o.errors import ConfigurationError
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML whose numbers are those of YAML 1.2 and JSON: `1e-5` is a number, not text."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
+    list("-+.0123456789"),
+)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -32,7 +44,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
             f"configuration file {str(path)!r} cannot be read: {error}"
         ) from error
     try:
-        tree = yaml.safe_load(text)
+        tree = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise ConfigurationError(
             f"configuration file {str(path)!r} is not YAML: {error}"
@@ -54,8 +66,11 @@ def parse_config(tree: Mapping[str, Any]) -> RunConfig:
         ConfigurationError: names every field that breaks a rule.
     """
     try:
+        objective = tree.get("objective", {})
+        if isinstance(objective, Mapping):
+            tree = {**tree, "objective": {"name": "p3o", **objective}}
         # JSON mode, strict: "8" or true is no integer, 1 is a float, a list is a tuple.
-        return RunConfig.model_validate_json(json.dumps(_numbers(tree), default=str), strict=True)
+        return RunConfig.model_validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as error:
         raise ConfigurationError(_explain(error)) from error
 
@@ -80,7 +95,7 @@ def parse_overrides(words: Sequence[str]) -> list[tuple[str, Any]]:
                 raise ConfigurationError(f"override --{dotted} needs a value; add one after it")
             raw = remaining.pop(0)
         try:
-            pairs.append((dotted, yaml.safe_load(raw)))
+            pairs.append((dotted, yaml.load(raw, _Loader)))
         except yaml.YAMLError as error:
             raise ConfigurationError(f"override --{dotted} {raw!r} is not YAML: {error}") from error
     return pairs
@@ -109,20 +124,6 @@ def _set_dotted(tree: dict[str, Any], dotted: str, value: Any) -> None:
     node[leaf] = value
 
 
-def _numbers(node: Any) -> Any:
-    """YAML 1.1 reads `1e-5` as text (it wants `1.0e-5`); people mean a number."""
-    if isinstance(node, Mapping):
-        return {key: _numbers(value) for key, value in node.items()}
-    if isinstance(node, list):
-        return [_numbers(value) for value in node]
-    if isinstance(node, str) and node[:1] in "+-.0123456789" and "e" in node.lower():
-        try:
-            return float(node)
-        except ValueError:
-            return node
-    return node
-
-
 def _explain(error: ValidationError) -> str:
     lines = []
     for item in error.errors():
@@ -134,6 +135,9 @@ def _explain(error: ValidationError) -> str:
             lines.append(message)
         elif item["type"] == "extra_forbidden":
             lines.append(f"{field}={item['input']!r}: no such field; remove it or mend its name")
+        elif item["type"] == "union_tag_invalid":
+            known = ", ".join(OBJECTIVE_NAMES)
+            lines.append(f"{field}.name={item['ctx']['tag']!r} must be one of {known}")
         elif item["type"] == "missing":
             lines.append(f"{field} is missing; set it")
         else:

@@ -9,7 +9,7 @@ from megatron_p3o.config.section import Section
 
 
 class RunSection(Section):
-    dir: str
+    dir: Annotated[str, Field(min_length=1)]
     """Where the run writes: config.yaml, metrics.jsonl, samples.jsonl, checkpoints/."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seeds data order and sampling noise."""
@@ -22,7 +22,7 @@ class RunSection(Section):
 
 
 class ModelSection(Section):
-    path: str
+    path: Annotated[str, Field(min_length=1)]
     """A Hugging Face model directory: config.json, safetensors, tokenizer files."""
 
 

@@ -46,11 +46,6 @@ class PromptEncoder:
         self._system_end: str | None = None
         """Turn end of the default system turn to be cut out; None when there is none."""
         if not config.chat:
-            if config.system_prompt is not None:
-                raise ConfigurationError(
-                    f"data.system_prompt={config.system_prompt!r} is not used with "
-                    "data.chat=false; remove it"
-                )
             return
         if tokenizer.chat_template is None:
             raise ConfigurationError(

@@ -1,5 +1,6 @@
 """Start a run's ranks on this node through torchrun's engine, or be one of them."""
 
+import logging
 import os
 import signal
 import sys
@@ -56,6 +57,8 @@ def launch_ranks(config: RunConfig, *, resume: bool) -> None:
             max_restarts=0,
             monitor_interval=0.2,
         )
+        # What failed is said below, once.
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
         try:
             elastic_launch(launch, sys.executable)("-m", "megatron_p3o.cli", *sys.argv[1:])
         except ChildFailedError as error:

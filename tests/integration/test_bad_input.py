@@ -14,7 +14,9 @@ def refuse(directory: Path, config: Path, *words: str) -> str:
     before = sorted(directory.rglob("*"))
     result = p3o("train", str(config), *words, cwd=directory)
     assert result.returncode == 2, (result.returncode, result.stderr)
+    assert result.stderr.startswith("p3o: ")
     assert "Traceback" not in result.stderr
+    assert "elastic" not in result.stderr
     assert result.stdout == ""
     assert sorted(directory.rglob("*")) == before
     return result.stderr
@@ -51,7 +53,7 @@ def test_prompt_files(tiny_model_dir: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     assert "prompts.jsonl" in refuse(tmp_path, config)
     prompts.write_text("")
-    assert "empty" in refuse(tmp_path, config)
+    assert "has no prompts" in refuse(tmp_path, config)
     prompts.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": \n')
     assert "line 2" in refuse(tmp_path, config)
     prompts.write_text('{"prompt": "1+1="}\n')

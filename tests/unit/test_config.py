@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -315,7 +316,7 @@ def test_yaml_round_trip(tmp_path: Path, changes: dict[str, Any]) -> None:
 
 @given(
     lr=st.floats(min_value=0, exclude_min=True, allow_nan=False, allow_infinity=False),
-    directory=st.text(),
+    directory=st.text(min_size=1),
     seed=st.integers(0, 2**63 - 1),
 )
 def test_any_number_and_text_survives_the_round_trip(lr: float, directory: str, seed: int) -> None:
@@ -339,3 +340,25 @@ def test_the_schema_is_json_and_describes_fields() -> None:
     )
     names = schema["properties"]["objective"]["discriminator"]["mapping"]
     assert names.keys() == {"p3o", "reinforce", "grpo"}
+
+
+def test_infinite_numbers_and_empty_paths_are_refused() -> None:
+    for field, value in (("optimizer.lr", math.inf), ("ess.mean_ratio_band", [0.5, math.inf])):
+        assert "finite number" in refusal({field: value})
+    assert "at least 1 character" in refusal({"run.dir": ""})
+
+
+def test_text_that_looks_like_a_number_stays_text_in_quotes(file: Path) -> None:
+    assert load_config(file, ["--run.dir", "'1e5'"]).run.dir == "1e5"
+    with pytest.raises(
+        ConfigurationError, match=r"run\.dir=100000\.0: Input should be a valid str"
+    ):
+        load_config(file, ["--run.dir", "1e5"])
+
+
+def test_the_objective_is_p3o_unless_named(file: Path) -> None:
+    config = load_config(file, ["--objective.cap", "none"])
+    assert config.objective.name == "p3o" and config.objective.cap == "none"
+    message = r"objective\.name='ppo' must be one of p3o, reinforce, grpo"
+    with pytest.raises(ConfigurationError, match=message):
+        load_config(file, ["--objective.name", "ppo"])

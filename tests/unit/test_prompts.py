@@ -343,7 +343,6 @@ def test_plain_text_has_the_tokenizers_own_special_tokens_and_chat_has_not() -> 
     ("template", "fields", "message"),
     [
         (None, {}, "data.chat=true needs .* set data.chat=false"),
-        (CHATML, {"chat": False, "system_prompt": "S"}, "system_prompt='S' is not used"),
         (NO_SYSTEM, {"system_prompt": "S"}, "refuses a system and user turn: no system role"),
         (LAST_ONLY, {"system_prompt": "Be kind"}, "'Be kind' is not printed"),
         ("{{ raise_exception('never') }}", {}, "refuses a user turn: never"),
