@@ -38,14 +38,12 @@ def train(
     Starts the layout's ranks on this node; under torchrun it is one of them.
     """
     config = load_config(run, context.args)
-    # Set here, before torch is imported, so that ranks inherit one thread pool size.
-    if "WORLD_SIZE" in os.environ:
-        from megatron_p3o.trainer.launch import run_as_rank
+    # torch is imported only for a configuration that is worth it.
+    from megatron_p3o.trainer.launch import launch_ranks, run_as_rank
 
+    if "WORLD_SIZE" in os.environ:
         run_as_rank(config, resume=resume)
     else:
-        from megatron_p3o.trainer.launch import launch_ranks
-
         launch_ranks(config, resume=resume)
 
 

@@ -14,8 +14,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import megatron.core.tensor_parallel.random as megatron_random
+import megatron.core.transformer.moe.moe_utils as moe_utils
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 # Factories that Megatron-Core calls with a literal device="cuda" or pin_memory=True.
@@ -23,7 +27,7 @@ _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like"
 
 
 def device_type() -> str:
-    """ "cuda" where a GPU is visible, else "cpu"."""
+    """Name of the device type to train on: cuda where a GPU is visible, else cpu."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -95,8 +99,6 @@ def _on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _redirect_random_states() -> None:
-    import megatron.core.tensor_parallel.random as megatron_random
-
     def get_state(*args: Any, **kwargs: Any) -> Tensor:
         return torch.get_rng_state()
 
@@ -138,8 +140,6 @@ def _redirect_tensor_methods() -> None:
 
 def _mend_moe_imports() -> None:
     # Without Transformer Engine the router module leaves this name undefined and fails on use.
-    import megatron.core.transformer.moe.moe_utils as moe_utils
-
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
 
@@ -157,36 +157,30 @@ def transformer_config_overrides() -> dict[str, Any]:
     }
 
 
-def attention_class() -> type:
-    """The core attention module for Megatron's local spec.
+class CausalSdpaAttention(MegatronModule):
+    """Causal self-attention by torch's scaled_dot_product_attention, for Megatron's local spec.
 
-    A function, because the class derives from Megatron's and Megatron may be imported only after
-    `stand_in_for_cuda`.
+    Sequences are right-padded, so the causal mask alone keeps real tokens from seeing padding, and
+    no mask tensor is needed. Shapes: query [S, B, heads, D], key and value [S, B, kv heads, D];
+    gives [S, B, heads * D].
     """
-    from megatron.core.transformer.module import MegatronModule
 
-    class CausalSdpaAttention(MegatronModule):
-        """Causal self-attention by torch's scaled_dot_product_attention.
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        softmax_scale: float | None = None,
+        **unused: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
 
-        Sequences are right-padded, so the causal mask alone keeps real tokens from seeing
-        padding, and no mask tensor is needed. Shapes: query [S, B, heads, D], key and value
-        [S, B, kv heads, D]; gives [S, B, heads * D].
-        """
-
-        def __init__(
-            self, config: Any, layer_number: int, softmax_scale: float | None = None, **unused: Any
-        ) -> None:
-            super().__init__(config=config)
-            self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
-
-        def forward(
-            self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **unused: Any
-        ) -> Tensor:
-            assert attention_mask is None, "right padding and the causal mask need no mask tensor"
-            query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-            context = F.scaled_dot_product_attention(
-                query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=True
-            )
-            return context.permute(2, 0, 1, 3).flatten(2).contiguous()
-
-    return CausalSdpaAttention
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **unused: Any
+    ) -> Tensor:
+        assert attention_mask is None, "right padding and the causal mask need no mask tensor"
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        context = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=True
+        )
+        return context.permute(2, 0, 1, 3).flatten(2).contiguous()

@@ -149,7 +149,7 @@ def _layer_spec(config: TransformerConfig, device: torch.device) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(
         qk_layernorm=config.qk_layernorm, normalization=config.normalization
     )
-    spec.submodules.self_attention.submodules.core_attention = cpu.attention_class()
+    spec.submodules.self_attention.submodules.core_attention = cpu.CausalSdpaAttention
     return spec
 
 

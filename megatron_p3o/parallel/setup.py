@@ -1,13 +1,14 @@
 """Process groups and device of this rank, made once at start-up and passed explicitly."""
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 
 from megatron_p3o.parallel import cpu
@@ -77,12 +78,6 @@ class ParallelContext:
         dist.all_gather_object(values, value, group=self.control_group)
         return values
 
-    def from_first_rank(self, make: Callable[[], T]) -> T:
-        """`make()` of rank 0, on every rank; only rank 0 calls it."""
-        box = [make() if self.rank == 0 else None]
-        dist.broadcast_object_list(box, src=0, group=self.control_group)
-        return box[0]  # type: ignore[return-value]
-
     def barrier(self) -> None:
         dist.barrier(group=self.control_group)
 
@@ -99,10 +94,6 @@ def initialize(layout: ParallelLayout, *, seed: int) -> ParallelContext:
         "nccl" if device.type == "cuda" else "gloo", timeout=_COLLECTIVE_TIMEOUT
     )
     assert dist.get_world_size() == layout.world_size
-
-    # Megatron may be imported only after the CPU stand-in is in place.
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
@@ -128,8 +119,6 @@ def initialize(layout: ParallelLayout, *, seed: int) -> ParallelContext:
 
 def shut_down() -> None:
     """Leave all groups. After this the process may exit or initialize again."""
-    from megatron.core import parallel_state
-
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 

@@ -3,7 +3,6 @@
 import os
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -77,28 +76,32 @@ def logits_and_weights(
     return results
 
 
-@pytest.mark.parametrize(("family", "tied"), [("llama", True), ("qwen2", False), ("qwen3", True)])
-def test_logits_equal_transformers_and_weights_come_back_bitwise(
-    family: str, tied: bool, tmp_path: Path
-) -> None:
-    model_dir = make_model(tmp_path / "model", family, tied=tied)
-    stored = load_file(model_dir / "model.safetensors")
-    reference = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-    runs = []
+MODELS = [("llama", True), ("llama", False), ("qwen2", False), ("qwen3", True), ("qwen3", False)]
+
+
+def test_logits_equal_transformers_and_weights_come_back_bitwise(tmp_path: Path) -> None:
+    directories = [
+        make_model(tmp_path / f"{family}-{tied}", family, tied=tied) for family, tied in MODELS
+    ]
     for world_size, layouts in ((1, [{}]), (2, [{"tensor": 2}, {"pipeline": 2}])):
-        configs = [config_for(model_dir, layout) for layout in layouts]
-        for rank_results in spawn(
-                logits_and_weights, world_size, configs, num_rendezvous=len(configs)
-            ):
-            runs += rank_results
-    for logits, weights in runs:
-        assert weights.keys() == stored.keys()
-        assert all(torch.equal(weights[name], stored[name]) for name in stored)
-        for row, got in enumerate(logits or []):
-            with torch.no_grad():
-                want = reference(torch.tensor([TOKENS[row][:-1]])).logits[0]
-            torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
-    assert sum(logits is not None for logits, _ in runs) == 3
+        configs = [config_for(model, layout) for model in directories for layout in layouts]
+        ranks = spawn(logits_and_weights, world_size, configs, num_rendezvous=len(configs))
+        for results in ranks:
+            for config, (logits, weights) in zip(configs, results, strict=True):
+                stored = load_file(Path(config.model.path) / "model.safetensors")
+                assert weights.keys() == stored.keys()
+                assert all(torch.equal(weights[name], stored[name]) for name in stored)
+                assert (logits is None) == (config.layout.pipeline == 2)
+                if logits is not None:
+                    assert_logits(logits, config.model.path)
+
+
+def assert_logits(logits: list[torch.Tensor], model_dir: str) -> None:
+    reference = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    for tokens, got in zip(TOKENS, logits, strict=True):
+        with torch.no_grad():
+            want = reference(torch.tensor([tokens[:-1]])).logits[0]
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
 
 
 def reinforce(index: int, stats: TokenStats) -> LossOutput:

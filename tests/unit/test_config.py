@@ -169,6 +169,13 @@ def test_wrong_values_are_refused_with_field_value_and_rule(
         ),
         ({"layout.context": 2}, ["layout.context=2", "must be 1", "tensor, pipeline and data"]),
         ({"layout.sequence_parallel": True}, ["layout.sequence_parallel=true", "remove"]),
+        ({"layout.virtual_pipeline": 2}, ["layout.virtual_pipeline=2", "must be 1"]),
+        ({"layout.expert": 2}, ["layout.expert=2", "must be 1"]),
+        ({"layout.expert_tensor": 2}, ["layout.expert_tensor=2", "must be 1"]),
+        (
+            {"train.scoring": "fused", "layout.pipeline": 2},
+            ["train.scoring=fused", "layout.pipeline=1", "got 2", "train.scoring=separate"],
+        ),
         (
             {"optimizer.lr": 1e-5, "optimizer.min_lr": 1e-4},
             ["optimizer.min_lr=0.0001", "optimizer.lr=1e-05", "lower it"],

@@ -1,7 +1,16 @@
 import json
 from pathlib import Path
 
-from megatron_p3o.trainer.metrics import JsonlSink, Metric, Over, combine, read_metrics
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron_p3o.trainer.metrics import (
+    JsonlSink,
+    Metric,
+    Over,
+    TensorBoardSink,
+    combine,
+    read_metrics,
+)
 
 
 def test_each_metric_combines_as_it_says() -> None:
@@ -43,3 +52,16 @@ def test_resuming_drops_steps_after_the_checkpoint_and_half_lines(tmp_path: Path
     sink.write(2, {"x": 7.0})
     sink.close()
     assert [(r["step"], r["x"]) for r in read_metrics(path)] == [(0, 1.0), (1, 1.0), (2, 7.0)]
+
+
+def test_tensorboard_gets_the_same_values_and_forgets_what_a_resume_repeats(tmp_path: Path) -> None:
+    sink = TensorBoardSink(tmp_path, first_step=0)
+    for step in range(3):
+        sink.write(step, {"reward/mean": 0.5 + step})
+    sink.close()
+    resumed = TensorBoardSink(tmp_path, first_step=1)
+    resumed.write(1, {"reward/mean": 9.0})
+    resumed.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(0, 0.5), (1, 9.0)]

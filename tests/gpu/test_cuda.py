@@ -1,0 +1,78 @@
+"""The production path on one GPU: NCCL, Transformer Engine's layers, bf16 with fp32 master weights.
+
+The same claims as tests/dist makes on the CPU, with tolerances of the GPU's arithmetic.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatron_p3o.architecture import read_architecture
+from megatron_p3o.config import RunConfig
+from megatron_p3o.parallel.layout import ParallelLayout
+from megatron_p3o.parallel.setup import initialize, shut_down
+from megatron_p3o.trainer.policy import Policy
+from tests.dist.harness import spawn
+from tests.dist.models import make_model, replay_config
+from tests.dist.test_policy import TOKENS, sample
+
+
+def config_on_gpu(model: Path, precision: str) -> RunConfig:
+    return replay_config(
+        model,
+        Path("unused"),
+        steps=1,
+        groups=1,
+        group_size=2,
+        precision={"trainer": precision},
+    )
+
+
+def score_update_export(
+    config: RunConfig,
+) -> tuple[list[torch.Tensor], float, dict[str, torch.Tensor], list[str]]:
+    """Log-probs of TOKENS, gradient norm of one P3O update, weights before it, parameter names."""
+    assert os.environ["WORLD_SIZE"] == "1"
+    context = initialize(ParallelLayout(), seed=0)
+    assert context.device.type == "cuda"
+    policy = Policy(config, read_architecture(config.model.path), context)
+    weights = {name: tensor.cpu().clone() for name, tensor in policy.named_tensors()}
+    batch = policy.microbatches([sample(str(i), t[:1], t[1:]) for i, t in enumerate(TOKENS)])
+    scores = policy.score(batch)
+    metrics = policy.update(batch, policy.trust(batch, scores))
+    logprobs = [score.logprobs.cpu() for score in scores]
+    names = [name for name, _ in policy.model.named_parameters()]
+    shut_down()
+    return logprobs, metrics["grad_norm"].value, weights, names
+
+
+def transformers_logprobs(model_dir: Path) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    rows = []
+    for tokens in TOKENS:
+        with torch.no_grad():
+            logp = torch.log_softmax(model(torch.tensor([tokens])).logits[0], dim=-1)
+        rows.append(logp[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0])
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 2e-3), ("bf16", 0.3)])
+def test_transformer_engine_model_scores_and_steps(
+    family: str, precision: str, tolerance: float, tmp_path: Path
+) -> None:
+    model_dir = make_model(tmp_path / "model", family, tied=family != "qwen2")
+    config = config_on_gpu(model_dir, precision)
+    ((logprobs, grad_norm, weights, names),) = spawn(score_update_export, 1, config)
+    # Transformer Engine keeps the norm in front of a linear layer inside that layer.
+    assert "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight" in names
+    error = (torch.cat(logprobs) - transformers_logprobs(model_dir)).abs().max()
+    assert error < tolerance
+    assert 0 < grad_norm < float("inf")
+    reference = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    for name, tensor in reference.named_parameters():
+        want = tensor.to(torch.float32 if precision == "fp32" else torch.bfloat16)
+        assert torch.equal(weights[name], want.detach()), name
