@@ -186,15 +186,18 @@ class EmbeddedEngine:
 
     def _sample(self, rows: list[_Row], position: int, logits_BV: Tensor) -> list[int]:
         """Draw one token per row and note it with its log-prob."""
-        logp_BV = torch.log_softmax(logits_BV.float() / self._sampling.temperature, dim=1)
+        z_BV = logits_BV.float() / self._sampling.temperature
+        z_BV -= z_BV.amax(dim=1, keepdim=True)
+        cdf_BV = z_BV.exp().cumsum(dim=1, dtype=torch.float64)
         uniform_B = torch.tensor(
             [row.noise.uniform(position) for row in rows],
             dtype=torch.float64,
             device=self._device,
         )
-        tokens_B = invert_cdf(logp_BV.exp(), uniform_B).clamp_max(logp_BV.shape[1] - 1)
-        picked = logp_BV.gather(1, tokens_B[:, None]).squeeze(1).tolist()
-        tokens = tokens_B.tolist()
+        tokens_B = invert_cdf(cdf_BV, uniform_B)
+        # The float64 total is also a more accurate normaliser than an fp32 log-softmax has.
+        logp_B = z_BV.gather(1, tokens_B[:, None]).squeeze(1) - cdf_BV[:, -1].log()
+        picked, tokens = logp_B.float().tolist(), tokens_B.tolist()
         for row, token, logprob in zip(rows, tokens, picked, strict=True):
             if logprob != logprob:  # NaN
                 raise NonFiniteError(

@@ -34,19 +34,20 @@ class SampleNoise:
         return (int.from_bytes(digest, "little") >> (64 - _UNIFORM_BITS)) / 2.0**_UNIFORM_BITS
 
 
-def invert_cdf(probs_BV: Tensor, uniform_B: Tensor) -> Tensor:
+def invert_cdf(cdf_BV: Tensor, uniform_B: Tensor) -> Tensor:
     """The token at which the cumulated probability first exceeds u, [B] int64.
 
-    Sums are float64: in float32 the rounding of a large vocabulary's sum would move tokens.
+    A row that holds NaN gives the last token; its log-prob is NaN, which the caller must check.
 
     Args:
-        probs_BV: probabilities, up to a common factor per row.
+        cdf_BV: cumulated probabilities, up to a common factor per row. float64: in float32 the
+            rounding of a large vocabulary's sum would move tokens.
         uniform_B: float64 in [0, 1).
     """
-    cdf_BV = probs_BV.cumsum(dim=1, dtype=torch.float64)
     total_B = cdf_BV[:, -1]
     # u * total may round up to the total, beyond which there is no token.
     below_total_B = torch.nextafter(total_B, torch.zeros_like(total_B))
     target_B = torch.minimum(uniform_B * total_B, below_total_B)
     # The first cumulated value strictly above the target belongs to a token of positive weight.
-    return torch.searchsorted(cdf_BV, target_B[:, None], right=True).squeeze(1)
+    tokens_B = torch.searchsorted(cdf_BV, target_B[:, None], right=True).squeeze(1)
+    return tokens_B.clamp_max(cdf_BV.shape[1] - 1)

@@ -118,7 +118,8 @@ def sample_plainly(
     while len(response) < num_tokens and not (response and response[-1] in EOS):
         logits = model(input_ids=torch.tensor([[*request.prompt_ids, *response]])).logits[:, -1]
         uniform = torch.tensor([noise.uniform(len(response))], dtype=torch.float64)
-        response.append(int(invert_cdf(logits.softmax(dim=1), uniform)))
+        cdf = logits.softmax(dim=1).cumsum(dim=1, dtype=torch.float64)
+        response.append(int(invert_cdf(cdf, uniform)))
     return tuple(response)
 
 

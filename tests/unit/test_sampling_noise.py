@@ -17,7 +17,11 @@ LARGEST_UNIFORM = 1 - 2.0**-53
 def choose(weights: list[float], *uniforms: float) -> list[int]:
     """The tokens that some uniform numbers choose in one distribution."""
     rows = torch.tensor([weights] * len(uniforms))
-    return invert_cdf(rows, torch.tensor(uniforms, dtype=torch.float64)).tolist()
+    return invert(rows, torch.tensor(uniforms, dtype=torch.float64))
+
+
+def invert(probs_BV: torch.Tensor, uniform_B: torch.Tensor) -> list[int]:
+    return invert_cdf(probs_BV.cumsum(dim=1, dtype=torch.float64), uniform_B).tolist()
 
 
 @pytest.mark.parametrize(
@@ -87,8 +91,8 @@ def test_the_largest_number_chooses_the_last_likely_token_for_any_total() -> Non
     # u * total rounds up to the total for many totals, where no token would be left.
     totals = torch.rand(1000, generator=torch.Generator().manual_seed(0)) + 1e-3
     probs = torch.stack([totals / 3, totals, torch.zeros(1000)], dim=1)
-    tokens = invert_cdf(probs, torch.full((1000,), LARGEST_UNIFORM, dtype=torch.float64))
-    assert tokens.tolist() == [1] * 1000
+    uniforms = torch.full((1000,), LARGEST_UNIFORM, dtype=torch.float64)
+    assert invert(probs, uniforms) == [1] * 1000
 
 
 def test_a_large_vocabularys_sum_does_not_move_tokens() -> None:
@@ -99,7 +103,7 @@ def test_a_large_vocabularys_sum_does_not_move_tokens() -> None:
     total = 1 + (vocabulary - 1) * 2.0**-25
     for token in (1, 1000, vocabulary - 1):
         uniform = (1 + (token - 0.5) * 2.0**-25) / total
-        assert invert_cdf(probs, torch.tensor([uniform], dtype=torch.float64)).tolist() == [token]
+        assert invert(probs, torch.tensor([uniform], dtype=torch.float64)) == [token]
 
 
 @given(
