@@ -18,7 +18,11 @@ _STORE_PORTS = "TEST_STORE_PORTS"
 
 
 def spawn(
-    fn: Callable[..., Any], world_size: int, *args: Any, num_rendezvous: int = 1, timeout_s: float = _TIMEOUT_S
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    num_rendezvous: int = 1,
+    timeout_s: float = _TIMEOUT_S,
 ) -> list[Any]:
     """`fn(*args)` on `world_size` fresh processes with torchrun's environment.
 

@@ -183,7 +183,10 @@ def test_options_that_only_change_cost(tied_model: tuple[Path, Path]) -> None:
         for c in plain
     ]
     unsharded = _configs(
-        tied_model, [{"data": 2}], [2], optimizer={"lr": 1e-3, "weight_decay": 0.1, "distributed": False}
+        tied_model,
+        [{"data": 2}],
+        [2],
+        optimizer={"lr": 1e-3, "weight_decay": 0.1, "distributed": False},
     )
     fused = [
         c.model_copy(update={"train": c.train.model_copy(update={"scoring": "fused"})})

@@ -26,7 +26,9 @@ def make_policy(config: RunConfig) -> tuple[Policy, ParallelContext]:
     return Policy(config, read_architecture(config.model.path), context), context
 
 
-def sample(name: str, prompt: list[int], response: list[int], logprob: float = -1.0) -> ScoredSample:
+def sample(
+    name: str, prompt: list[int], response: list[int], logprob: float = -1.0
+) -> ScoredSample:
     return ScoredSample(
         sample=Sample(
             prompt_id=name,
