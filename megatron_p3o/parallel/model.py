@@ -41,11 +41,14 @@ class PolicyModel:
             config=module.config,
             ddp_config=DistributedDataParallelConfig(
                 grad_reduce_in_fp32=True,
+                # Gradients travel while the rest of the backward pass computes.
+                overlap_grad_reduce=True,
                 use_distributed_optimizer=config.optimizer.distributed,
             ),
             module=module,
         )
         module.config.finalize_model_grads_func = megatron_finalize_model_grads
+        module.config.no_sync_func = self.wrapped.no_sync
         self._layer_offset = _first_layer(module, context)
 
     def output_weight(self) -> Tensor:
