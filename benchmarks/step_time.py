@@ -52,9 +52,11 @@ def main() -> None:
         for seed in range(arguments.rounds):
             ours += p3o_times(Path(name), arguments.steps, seed)
             plain += plain_times(Path(name), arguments.steps, seed)
-            print(f"round {seed + 1}: p3o {ours[-1]:.1f} s, plain loop {plain[-1]:.1f} s (last step)")
+            print(
+                f"round {seed + 1}, last step: p3o {ours[-1]:.1f} s, plain loop {plain[-1]:.1f} s"
+            )
     a, b = statistics.median(ours), statistics.median(plain)
-    print(f"median step  p3o {a:.1f} s  plain loop {b:.1f} s  ratio {a / b:.2f}  ({len(ours)} steps)")
+    print(f"median of {len(ours)} steps: p3o {a:.1f} s, plain loop {b:.1f} s, ratio {a / b:.2f}")
 
 
 if __name__ == "__main__":
