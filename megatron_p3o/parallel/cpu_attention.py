@@ -109,17 +109,18 @@ def in_order(shards: Tensor) -> Tensor:
 
 
 class _GatherShards(torch.autograd.Function):
-    """Every rank's shard, [R, ...]; the gradient of each shard is summed over the ranks."""
+    """Every rank's shard, [R, S, ...]; the gradient of each is summed over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        shards = local.new_empty(group.size(), *local.shape)
-        dist.all_gather_into_tensor(shards, local.contiguous(), group=group)
-        return shards
+        # gloo joins and splits along the first dimension only.
+        joined = local.new_empty(group.size() * local.shape[0], *local.shape[1:])
+        dist.all_gather_into_tensor(joined, local.contiguous(), group=group)
+        return joined.unflatten(0, (group.size(), -1))
 
     @staticmethod
     def backward(ctx: Any, grad_shards: Tensor) -> tuple[Tensor, None]:
         grad = grad_shards.new_empty(grad_shards.shape[1:])
-        dist.reduce_scatter_tensor(grad, grad_shards.contiguous(), group=ctx.group)
+        dist.reduce_scatter_tensor(grad, grad_shards.flatten(0, 1).contiguous(), group=ctx.group)
         return grad, None

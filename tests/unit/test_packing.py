@@ -1,5 +1,6 @@
 """Packs: within the budget, as many on every rank, alike in cost."""
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from megatron_p3o.architecture import ModelArchitecture
 from megatron_p3o.parallel.packing import SequenceCost, pack
 
-LINEAR = SequenceCost(crossover=1e12)
+LINEAR = SequenceCost(crossover=math.inf)
 ARCHITECTURE = ModelArchitecture(
     family="qwen3",
     num_layers=2,
