@@ -1,7 +1,8 @@
 """The data that travels through a step: samples, token statistics, loss output.
 
 Shape legend: G samples per prompt, B sequences, S padded sequence length, T valid response tokens
-of one microbatch (packed into one axis, sequence after sequence).
+of one microbatch (packed into one axis, sequence after sequence; with context parallelism those
+predicted at this context rank's positions).
 
 Alignment rule (stated here, applied once, in `parallel.batching`): every `[T]` tensor is
 label-aligned. Entry `t` speaks of predicting response token `labels[t]`; the hidden state that

@@ -1,5 +1,6 @@
 """The sections of a run's configuration and the tree that holds them."""
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
@@ -81,24 +82,31 @@ class LayoutSection(Section):
     pipeline: PositiveInt = 1
     virtual_pipeline: PositiveInt = 1
     context: PositiveInt = 1
+    """Ranks that share every sequence's positions; each holds two of 2 x context equal parts."""
     expert: PositiveInt = 1
     expert_tensor: PositiveInt = 1
     data: PositiveInt | None = None
     """None: follows from the number of ranks."""
     sequence_parallel: bool = False
+    """Also share positions over tensor ranks wherever the computation is per position (norms,
+    residuals), which saves their activations; needs tensor >= 2."""
 
     @model_validator(mode="after")
     def _built_axes(self) -> "LayoutSection":
-        for axis in ("virtual_pipeline", "context", "expert", "expert_tensor"):
+        for axis in ("virtual_pipeline", "expert", "expert_tensor"):
             if getattr(self, axis) != 1:
                 raise ValueError(
                     f"layout.{axis}={getattr(self, axis)} must be 1: this version trains over "
-                    "tensor, pipeline and data; use those axes"
+                    "tensor, pipeline, context and data; use those axes"
                 )
-        if self.sequence_parallel:
+        return self
+
+    @model_validator(mode="after")
+    def _sequence_parallel(self) -> "LayoutSection":
+        if self.sequence_parallel and self.tensor == 1:
             raise ValueError(
-                "layout.sequence_parallel=true must be false: this version trains over tensor, "
-                "pipeline and data without it; remove it"
+                "layout.sequence_parallel=true shares positions over tensor ranks and needs "
+                "layout.tensor >= 2 (got 1); set layout.tensor=2 or remove sequence_parallel"
             )
         return self
 
@@ -106,6 +114,16 @@ class LayoutSection(Section):
     def model_parallel_size(self) -> int:
         """Ranks that one copy of the model takes: tensor x pipeline x context."""
         return self.tensor * self.pipeline * self.context
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Tokens of which every sequence, padding included, is a multiple.
+
+        2 x context parts must be equal, and with sequence_parallel the tensor ranks must get
+        equal shares of each context rank's part.
+        """
+        parts = 2 if self.context > 1 else 1
+        return self.context * math.lcm(parts, self.tensor if self.sequence_parallel else 1)
 
 
 class TrainSection(Section):
@@ -116,7 +134,13 @@ class TrainSection(Section):
     optimizer_steps_per_rollout: PositiveInt = 1
     """Optimizer steps per rollout batch; each has its own exact ESS."""
     microbatch_size: PositiveInt = 8
-    """Sequences per microbatch; changes speed and memory, not the update."""
+    """Sequences per padded microbatch; changes speed and memory, not the update."""
+    packing: bool = False
+    """Pack sequences of any length one after the other under max_tokens_per_microbatch, instead
+    of padding microbatch_size of them to one length; changes speed and memory, not the update."""
+    max_tokens_per_microbatch: PositiveInt | None = None
+    """Tokens of a packed microbatch: prompts, responses and padding, over all context ranks.
+    Microbatches are balanced by their cost, in which attention is quadratic."""
     logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose logits exist at once, in fp32: [chunk, vocab / tensor]."""
     scoring: Literal["separate", "fused"] = "separate"
@@ -133,6 +157,16 @@ class TrainSection(Section):
                 f"train.optimizer_steps_per_rollout={self.optimizer_steps_per_rollout} must divide "
                 f"train.prompts_per_step={self.prompts_per_step}, so that groups stay whole; "
                 "choose a divisor"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _packing(self) -> "TrainSection":
+        if self.packing != (self.max_tokens_per_microbatch is not None):
+            raise ValueError(
+                f"train.max_tokens_per_microbatch={self.max_tokens_per_microbatch} goes with "
+                f"train.packing=true and only with it (got {str(self.packing).lower()}); set both "
+                "or neither"
             )
         return self
 
@@ -264,5 +298,34 @@ class RunConfig(Section):
                 f"train.samples_per_prompt={group} must be >= 2 with objective.advantage="
                 f"{self.objective.advantage}, which compares samples of one prompt; raise it or "
                 "set objective.advantage=none"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sequences_fit(self) -> "RunConfig":
+        """Packs and context shards against the longest sequence that can be sampled."""
+        multiple, budget = self.layout.sequence_multiple, self.train.max_tokens_per_microbatch
+        if budget is not None and budget < multiple:
+            raise ValueError(
+                f"train.max_tokens_per_microbatch={budget} must hold one sequence, which "
+                f"layout.context={self.layout.context} and layout.sequence_parallel pad to a "
+                f"multiple of {multiple} tokens; raise it to {multiple} or shrink layout.context"
+            )
+        if self.rollout.engine == "replay":  # its lengths are those of the recording
+            return self
+        longest = self.data.max_prompt_tokens + self.sampling.max_new_tokens - 1
+        sum_of = "data.max_prompt_tokens + sampling.max_new_tokens - 1"
+        if self.layout.context > 1 and longest < 2 * self.layout.context:
+            raise ValueError(
+                f"layout.context={self.layout.context} cuts a sequence into 2 x context parts, but "
+                f"the longest has {longest} tokens ({sum_of}); the nearest legal value is "
+                f"{max(1, longest // 2)}"
+            )
+        padded = -(-longest // multiple) * multiple
+        if budget is not None and budget < padded:
+            raise ValueError(
+                f"train.max_tokens_per_microbatch={budget} must hold the longest sequence: "
+                f"{longest} tokens ({sum_of}), {padded} when padded to a multiple of {multiple}; "
+                f"raise it to {padded} or lower data.max_prompt_tokens or sampling.max_new_tokens"
             )
         return self

@@ -5,22 +5,24 @@ and compares `tensor.type()` with CUDA type names. `stand_in_for_cuda` points th
 CPU for the whole process. On a machine with CUDA nothing here is called except `device_type`.
 
 What Transformer Engine brings on CUDA (fused norms, attention) is replaced by Megatron's local
-spec plus `CausalSdpaAttention` below.
+spec with `RmsNorm` below and `cpu_attention.CpuAttention`.
 """
 
 import contextlib
+import dataclasses
 import functools
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import megatron.core.tensor_parallel.random as megatron_random
 import megatron.core.transformer.moe.moe_utils as moe_utils
 import torch
-import torch.nn.functional as F
-from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+
+from megatron_p3o.parallel.cpu_attention import CpuAttention
 
 # Factories that Megatron-Core calls with a literal device="cuda" or pin_memory=True.
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like")
@@ -157,30 +159,37 @@ def transformer_config_overrides() -> dict[str, Any]:
     }
 
 
-class CausalSdpaAttention(MegatronModule):
-    """Causal self-attention by torch's scaled_dot_product_attention, for Megatron's local spec.
+class RmsNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm in the place of Megatron's wrapper of it, which refuses sequence parallelism.
 
-    Sequences are right-padded, so the causal mask alone keeps real tokens from seeing padding, and
-    no mask tensor is needed. Shapes: query [S, B, heads, D], key and value [S, B, kv heads, D];
-    gives [S, B, heads * D].
+    Under sequence parallelism each tensor rank sees a part of the sequence, so the weight's
+    gradient is summed over them: the mark asks Megatron's finalize_model_grads for it.
     """
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        softmax_scale: float | None = None,
-        **unused: Any,
+        self, config: TransformerConfig, hidden_size: int, eps: float, **unused: Any
     ) -> None:
-        super().__init__(config=config)
-        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        assert config.normalization == "RMSNorm"
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **unused: Any
-    ) -> Tensor:
-        assert attention_mask is None, "right padding and the causal mask need no mask tensor"
-        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        context = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=True
-        )
-        return context.permute(2, 0, 1, 3).flatten(2).contiguous()
+
+def adapt_layer_spec(spec: Any) -> None:
+    """Put this package's attention and norm into a local spec, in place."""
+    _replace_modules(spec, {DotProductAttention: CpuAttention, WrappedTorchNorm: RmsNorm}, set())
+
+
+def _replace_modules(node: Any, replacements: Mapping[Any, Any], seen: set[int]) -> None:
+    if id(node) in seen:
+        return
+    seen.add(id(node))
+    if isinstance(node, list):
+        for item in node:
+            _replace_modules(item, replacements, seen)
+    elif dataclasses.is_dataclass(node):
+        for field in dataclasses.fields(node):
+            value = getattr(node, field.name)
+            if isinstance(value, type) and value in replacements:
+                setattr(node, field.name, replacements[value])
+            else:
+                _replace_modules(value, replacements, seen)

@@ -15,15 +15,18 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.distributed import finalize_model_grads as megatron_finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
+    get_gpt_decoder_block_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_p3o.architecture import ModelArchitecture, padded_vocab_size
 from megatron_p3o.config import RunConfig
+from megatron_p3o.errors import ConfigurationError
 from megatron_p3o.parallel import cpu
 from megatron_p3o.parallel.setup import ParallelContext
 
@@ -71,7 +74,12 @@ class PolicyModel:
 def build_model(
     architecture: ModelArchitecture, context: ParallelContext, config: RunConfig
 ) -> PolicyModel:
-    """Build this rank's part; parameters are uninitialised until weights are loaded."""
+    """Build this rank's part; parameters are uninitialised until weights are loaded.
+
+    Raises:
+        ConfigurationError: the device has no attention kernel for the configuration.
+    """
+    _check_attention(context, config)
     transformer_config = make_transformer_config(architecture, context, config)
     module = GPTModel(
         config=transformer_config,
@@ -86,8 +94,24 @@ def build_model(
         **_rope_scaling(architecture),
     ).to(device=context.device, dtype=transformer_config.params_dtype)
     if context.is_last_stage:
-        module.output_layer.forward = _pass_hidden_states
+        module.output_layer.forward = (
+            _gather_hidden_states if transformer_config.sequence_parallel else _pass_hidden_states
+        )
     return PolicyModel(module, context, config)
+
+
+def _check_attention(context: ParallelContext, config: RunConfig) -> None:
+    is_half = config.precision.trainer == "bf16"
+    if context.device.type == "cuda" and not is_half:
+        for used, field in (
+            (config.train.packing, "train.packing=true"),
+            (context.layout.context > 1, f"layout.context={context.layout.context}"),
+        ):
+            if used:
+                raise ConfigurationError(
+                    f"{field} needs precision.trainer=bf16 on CUDA, where Transformer Engine's "
+                    f"packed and context-parallel attention know no fp32; set it or remove {field}"
+                )
 
 
 def make_transformer_config(
@@ -124,9 +148,13 @@ def make_transformer_config(
         "attention_softmax_in_fp32": True,
         "tensor_model_parallel_size": layout.tensor,
         "pipeline_model_parallel_size": layout.pipeline,
+        "sequence_parallel": config.layout.sequence_parallel,
+        "context_parallel_size": layout.context,
+        # Ring exchange of keys and values, which needs no number of heads to divide.
+        "cp_comm_type": "p2p",
         # The loss returns a sum and a token count; Megatron divides once per optimizer step.
         "calculate_per_token_loss": True,
-        # Microbatches are padded to their own longest sequence.
+        # Microbatches have their own length: the longest sequence's, or the pack's.
         "variable_seq_lengths": layout.pipeline > 1,
         # Megatron refuses its default dispatcher with variable lengths, even for dense models.
         "moe_token_dispatcher_type": "alltoall",
@@ -146,13 +174,15 @@ def _leave_uninitialised(weight: Tensor) -> Tensor:
     return weight
 
 
-def _layer_spec(config: TransformerConfig, device: torch.device) -> ModuleSpec:
+def _layer_spec(
+    config: TransformerConfig, device: torch.device
+) -> ModuleSpec | TransformerBlockSubmodules:
     if device.type == "cuda":
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    spec = get_gpt_layer_local_spec(
-        qk_layernorm=config.qk_layernorm, normalization=config.normalization
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization=config.normalization
     )
-    spec.submodules.self_attention.submodules.core_attention = cpu.CausalSdpaAttention
+    cpu.adapt_layer_spec(spec)
     return spec
 
 
@@ -167,6 +197,17 @@ def _pass_hidden_states(
 ) -> tuple[Tensor, None]:
     """Stands in for the output projection's forward; its parameters and hooks stay in place."""
     return hidden, None
+
+
+def _gather_hidden_states(
+    hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+) -> tuple[Tensor, None]:
+    """As `_pass_hidden_states`, for sequence shards [S / tensor, B, H]: gives the whole sequence.
+
+    `parallel.logprobs` hands every tensor rank the complete gradient, so each takes back its own
+    positions' and nothing is summed.
+    """
+    return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False), None
 
 
 def _first_layer(module: GPTModel, context: ParallelContext) -> int:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
@@ -104,7 +105,7 @@ class StepRunner:
         assert self._context.layout.pipeline == 1
         scores = []
         for microbatch in microbatches:
-            hidden = self._model.wrapped(microbatch.input_ids, microbatch.position_ids, None)
+            hidden = _forward(self._model.wrapped, microbatch)
             logprobs, entropy = self._logprobs(hidden, microbatch, with_entropy=True)
             scores.append(MicrobatchScore(logprobs=logprobs, entropy=entropy))
         return scores
@@ -138,9 +139,7 @@ class StepRunner:
             iterator: Any, model: torch.nn.Module
         ) -> tuple[Tensor, Callable[..., Any]]:
             index, microbatch = next(iterator)
-            # [B, S, H] on the last stage, what the next stage takes elsewhere.
-            output = model(microbatch.input_ids, microbatch.position_ids, None)
-            return output, partial(on_hidden, index)
+            return _forward(model, microbatch), partial(on_hidden, index)
 
         return self._schedule(
             forward_step_func=forward_step,
@@ -167,6 +166,26 @@ class StepRunner:
             tensor_group=self._context.tensor_group,
             with_entropy=with_entropy,
         )
+
+
+def _forward(model: torch.nn.Module, microbatch: Microbatch) -> Tensor:
+    """[B, S, H] on the last stage, what the next stage takes elsewhere."""
+    packed = None
+    if microbatch.cu_seqlens is not None:
+        # Padding belongs to its sequence, where the causal mask hides it. Transformer Engine's
+        # ring attention asks for the padded boundaries by name; they are the same here.
+        packed = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=microbatch.cu_seqlens,
+            cu_seqlens_kv=microbatch.cu_seqlens,
+            cu_seqlens_q_padded=microbatch.cu_seqlens,
+            cu_seqlens_kv_padded=microbatch.cu_seqlens,
+            max_seqlen_q=microbatch.max_seqlen,
+            max_seqlen_kv=microbatch.max_seqlen,
+        )
+    return model(  # type: ignore[no-any-return]
+        microbatch.input_ids, microbatch.position_ids, None, packed_seq_params=packed
+    )
 
 
 def _token_stats(microbatch: Microbatch, score: MicrobatchScore) -> TokenStats:

@@ -11,14 +11,20 @@ from megatron_p3o.types import Sample, SampleGroup
 class ReplayRollouts:
     """A recording's groups by step. Holds an index of line offsets, not the samples."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, max_sequence_tokens: int | None = None) -> None:
         """Index and check the whole file.
 
+        Args:
+            path: a recorded samples.jsonl.
+            max_sequence_tokens: prompt and response tokens but the last that a microbatch can
+                hold; None where any length fits.
+
         Raises:
-            InputError: missing, empty, not JSON on line N, or a field of line N is missing or
-                contradictory.
+            InputError: missing, empty, not JSON on line N, a field of line N is missing or
+                contradictory, or its sample is too long.
         """
         self._path = path
+        self._max_sequence_tokens = max_sequence_tokens
         self._offsets: dict[int, list[int]] = defaultdict(list)
         try:
             with path.open("rb") as file:
@@ -69,11 +75,19 @@ class ReplayRollouts:
         where = f"rollout.replay_path={str(self._path)!r}, line {number}"
         try:
             record = json.loads(line)
-            Sample.from_json(record)
-            return int(record["step"])
+            sample = Sample.from_json(record)
+            step = int(record["step"])
         except UnicodeDecodeError as error:
             raise InputError(f"{where}: not UTF-8 ({error}); record the run again") from error
         except json.JSONDecodeError as error:
             raise InputError(f"{where}: not JSON ({error}); remove or mend the line") from error
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(f"{where}: not a recorded sample ({error!r}); remove it") from error
+        length = len(sample.prompt_ids) + sample.num_response_tokens - 1
+        if self._max_sequence_tokens is not None and length > self._max_sequence_tokens:
+            raise InputError(
+                f"{where}: sample {sample.name} has {length} tokens, more than the "
+                f"{self._max_sequence_tokens} that a microbatch holds; raise "
+                "train.max_tokens_per_microbatch"
+            )
+        return step

@@ -9,10 +9,12 @@ from torch import Tensor
 from megatron_p3o.algorithms import LOSSES, TrustStats
 from megatron_p3o.architecture import ModelArchitecture
 from megatron_p3o.config import RunConfig
-from megatron_p3o.parallel.batching import Microbatch, make_microbatches
+from megatron_p3o.parallel.batching import Microbatch, PackingPlan, make_microbatches
+from megatron_p3o.parallel.context import SequenceShard
 from megatron_p3o.parallel.gather import ShardGatherer
 from megatron_p3o.parallel.model import build_model
 from megatron_p3o.parallel.optimizer import PolicyOptimizer
+from megatron_p3o.parallel.packing import SequenceCost
 from megatron_p3o.parallel.setup import ParallelContext
 from megatron_p3o.parallel.step import (
     HeadOptions,
@@ -76,12 +78,21 @@ class Policy:
 
     def microbatches(self, samples: Sequence[ScoredSample]) -> list[Microbatch]:
         """This rank's share of an optimizer step's samples."""
+        max_tokens = self.config.train.max_tokens_per_microbatch
         return make_microbatches(
             samples,
             microbatch_size=self.config.train.microbatch_size,
             data_rank=self.context.coordinates.data,
             data_size=self.context.layout.data,
             device=self.context.device,
+            shard=SequenceShard(
+                rank=self.context.coordinates.context,
+                size=self.context.layout.context,
+                multiple=self.config.layout.sequence_multiple,
+            ),
+            packing=None
+            if max_tokens is None
+            else PackingPlan(max_tokens=max_tokens, cost=SequenceCost.of(self._architecture)),
         )
 
     def score(self, microbatches: Sequence[Microbatch]) -> list[MicrobatchScore]:

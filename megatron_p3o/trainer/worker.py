@@ -83,7 +83,14 @@ def _rollout_source(
     config: RunConfig, inputs: RunInputs, context: ParallelContext
 ) -> RolloutSource:
     if inputs.prompts is None:
-        return RecordedRollouts(ReplayRollouts(Path(str(config.rollout.replay_path))))
+        budget, multiple = config.train.max_tokens_per_microbatch, config.layout.sequence_multiple
+        return RecordedRollouts(
+            ReplayRollouts(
+                Path(str(config.rollout.replay_path)),
+                # Padding counts, so only whole multiples can be filled.
+                max_sequence_tokens=None if budget is None else budget // multiple * multiple,
+            )
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     except (OSError, ValueError) as error:

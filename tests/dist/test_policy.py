@@ -195,6 +195,16 @@ def test_vocabulary_parallel_logprobs_equal_log_softmax() -> None:
         torch.testing.assert_close(got_weight.double(), weight.grad.chunk(2)[rank], **close)
 
 
+def failures(configs: list[RunConfig]) -> list[list[str]]:
+    """For every configuration, the error of every kind of bad batch."""
+    messages = []
+    for config in configs:
+        messages.append(failures_of_one_rank(config))
+        if config is not configs[-1]:
+            next_rendezvous()
+    return messages
+
+
 def failures_of_one_rank(config: RunConfig) -> list[str]:
     """The error of every kind of bad batch; each must reach both ranks and step nothing."""
     policy, context = make_policy(config)
@@ -210,7 +220,7 @@ def failures_of_one_rank(config: RunConfig) -> list[str]:
         except RunError as error:
             messages.append(f"{type(error).__name__}: {error}")
 
-    attempt([good[0], sample("bad", [7], [2, 64], logprob=float("nan"))])
+    attempt([good[0], sample("bad", [7, 8, 9], [2, 64], logprob=float("nan"))])
     attempt([good[0], sample("far", [7], [2, 64], logprob=-900.0)])
     attempt([sample("empty", [7], []), sample("void", [9], [])])
     for name, parameter in policy.model.named_parameters():
@@ -226,14 +236,24 @@ def failures_of_one_rank(config: RunConfig) -> list[str]:
 
 def test_a_fault_on_one_rank_is_named_on_all(tmp_path: Path) -> None:
     model_dir = make_model(tmp_path / "model", "llama", tied=True)
-    first, second = spawn(failures_of_one_rank, 2, config_for(model_dir, {"data": 2}))
-    assert first == second
-    nan, far, empty, poisoned = first
-    kind = NonFiniteError.__name__
-    assert nan.startswith(f"{kind}: non-finite policy ratio; nothing was stepped")
-    assert "sample bad/0, response position 0 (token id 2)" in nan
-    assert "rollout log-prob nan" in nan
-    assert "sample far/0, response position 0" in far
-    assert empty.startswith("RunError: the optimizer step has no valid response token")
-    # Only rank 1's weights are bad; the message names a sample of its share and the version.
-    assert "trainer log-prob nan at weight version 0" in poisoned
+    packing = {
+        **{"steps": 1, "prompts_per_step": 1, "samples_per_prompt": 2},
+        **{"packing": True, "max_tokens_per_microbatch": 16},
+    }
+    configs = [
+        config_for(model_dir, {"data": 2}),
+        config_for(model_dir, {"context": 2}),
+        config_for(model_dir, {"context": 2}, train=packing),
+    ]
+    ranks = spawn(failures, 2, configs, num_rendezvous=len(configs))
+    for first, second in zip(*ranks, strict=True):
+        assert first == second
+        nan, far, empty, poisoned = first
+        kind = NonFiniteError.__name__
+        assert nan.startswith(f"{kind}: non-finite policy ratio; nothing was stepped")
+        assert "sample bad/0, response position 0 (token id 2)" in nan
+        assert "rollout log-prob nan" in nan
+        assert "sample far/0, response position 0" in far
+        assert empty.startswith("RunError: the optimizer step has no valid response token")
+        # Only rank 1's weights are bad; the message names a sample of its share and the version.
+        assert "trainer log-prob nan at weight version 0" in poisoned

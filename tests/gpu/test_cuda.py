@@ -15,12 +15,14 @@ from megatron_p3o.config import RunConfig
 from megatron_p3o.parallel.layout import ParallelLayout
 from megatron_p3o.parallel.setup import initialize, shut_down
 from megatron_p3o.trainer.policy import Policy
-from tests.dist.harness import spawn
+from tests.dist.harness import next_rendezvous, spawn
 from tests.dist.models import make_model, replay_config
 from tests.dist.test_policy import TOKENS, sample
 
 
-def config_on_gpu(model: Path, precision: str) -> RunConfig:
+def config_on_gpu(
+    model: Path, precision: str, layout: dict | None = None, **train: object
+) -> RunConfig:
     return replay_config(
         model,
         Path("unused"),
@@ -28,6 +30,8 @@ def config_on_gpu(model: Path, precision: str) -> RunConfig:
         groups=1,
         group_size=2,
         precision={"trainer": precision},
+        layout=layout or {},
+        train=train,
     )
 
 
@@ -47,6 +51,68 @@ def score_update_export(
     names = [name for name, _ in policy.model.named_parameters()]
     shut_down()
     return logprobs, metrics["grad_norm"].value, weights, names
+
+
+def score_and_step(configs: list[RunConfig]) -> list[tuple[dict[tuple[str, int], float], float]]:
+    """For every configuration: this rank's log-probs by (sample, position), gradient norm."""
+    results = []
+    for config in configs:
+        layout = ParallelLayout.for_world(config.layout, int(os.environ["WORLD_SIZE"]))
+        context = initialize(layout, seed=0)
+        policy = Policy(config, read_architecture(config.model.path), context)
+        batch = policy.microbatches([sample(str(i), t[:1], t[1:]) for i, t in enumerate(TOKENS)])
+        scores = policy.score(batch)
+        metrics = policy.update(batch, policy.trust(batch, scores))
+        logprobs = {
+            microbatch.locate_token(i): float(score.logprobs[i])
+            for microbatch, score in zip(batch, scores, strict=True)
+            for i in range(microbatch.num_tokens)
+        }
+        results.append((logprobs, metrics["grad_norm"].value))
+        shut_down()
+        if config is not configs[-1]:
+            next_rendezvous()
+    return results
+
+
+def assert_as_one_padded_rank(model_dir: Path, world_size: int, configs: list[RunConfig]) -> None:
+    """Every configuration's log-probs and gradient norm, within bf16's rounding."""
+    want = transformers_logprobs(model_dir).tolist()
+    (((_, want_norm),),) = spawn(score_and_step, 1, [config_on_gpu(model_dir, "bf16")])
+    ranks = spawn(score_and_step, world_size, configs, num_rendezvous=len(configs))
+    for index, config in enumerate(configs):
+        logprobs = {k: v for results in ranks for k, v in results[index][0].items()}
+        ordered = [logprobs[key] for key in sorted(logprobs)]
+        assert len(ordered) == len(want), config
+        assert ordered == pytest.approx(want, abs=0.3), config
+        for results in ranks:
+            assert results[index][1] == pytest.approx(want_norm, rel=0.1), config
+
+
+PACKING = {"packing": True, "max_tokens_per_microbatch": 16}
+
+
+def test_packed_sequences(tmp_path: Path) -> None:
+    model_dir = make_model(tmp_path / "model", "qwen3", tied=True)
+    assert_as_one_padded_rank(model_dir, 1, [config_on_gpu(model_dir, "bf16", **PACKING)])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_sequence_and_context_parallel(tmp_path: Path) -> None:
+    model_dir = make_model(tmp_path / "model", "qwen3", tied=True)
+    layouts = ({"context": 2}, {"tensor": 2, "sequence_parallel": True})
+    configs = [
+        config_on_gpu(model_dir, "bf16", layout, **options)
+        for layout in layouts
+        for options in ({}, PACKING)
+    ]
+    assert_as_one_padded_rank(model_dir, 2, configs)
+
+
+def test_fp32_has_no_packed_attention(tmp_path: Path) -> None:
+    model_dir = make_model(tmp_path / "model", "qwen3", tied=True)
+    with pytest.raises(AssertionError, match=r"train\.packing=true needs precision\.trainer=bf16"):
+        spawn(score_and_step, 1, [config_on_gpu(model_dir, "fp32", **PACKING)])
 
 
 def transformers_logprobs(model_dir: Path) -> torch.Tensor:

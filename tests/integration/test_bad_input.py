@@ -29,7 +29,7 @@ def refuse(directory: Path, config: Path, *words: str) -> str:
         (["--train.steps", "many"], "train.steps='many': Input should be a valid integer"),
         (["--layout.tensor", "3"], "layout.tensor=3 must divide"),
         (["--layout.pipeline", "3"], "layout.pipeline=3 must divide"),
-        (["--layout.context", "2"], "layout.context=2 must be 1"),
+        (["--layout.sequence_parallel", "true"], "needs layout.tensor >= 2 (got 1)"),
         (["--sampling.top_p", "0.9"], "training needs top_p=1"),
         (["--sampling.top_k", "50"], "training needs top_p=1"),
         (["--train.samples_per_prompt", "1"], "train.samples_per_prompt=1 must be >= 2"),

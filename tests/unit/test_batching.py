@@ -2,10 +2,28 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_p3o.parallel.batching import Microbatch, collate, deal, make_microbatches
+from megatron_p3o.parallel.batching import (
+    Microbatch,
+    PackingPlan,
+    collate,
+    deal,
+    make_microbatches,
+    sequence_length,
+)
+from megatron_p3o.parallel.context import SequenceShard
+from megatron_p3o.parallel.packing import SequenceCost
 from megatron_p3o.types import Sample, ScoredSample
 
 CPU = torch.device("cpu")
+WHOLE = SequenceShard()
+
+
+def padded(samples: list[ScoredSample], shard: SequenceShard = WHOLE) -> Microbatch:
+    return collate(samples, CPU, shard, packed=False)
+
+
+def packed(samples: list[ScoredSample], shard: SequenceShard = WHOLE) -> Microbatch:
+    return collate(samples, CPU, shard, packed=True)
 
 
 def scored(name: str, prompt: int, response: int, advantage: float = 1.0) -> ScoredSample:
@@ -26,7 +44,7 @@ def scored(name: str, prompt: int, response: int, advantage: float = 1.0) -> Sco
 
 
 def test_tokens_are_aligned_with_the_position_that_predicts_them() -> None:
-    batch = collate([scored("a", 3, 2, 1.5), scored("b", 1, 1, -1.0)], CPU)
+    batch = padded([scored("a", 3, 2, 1.5), scored("b", 1, 1, -1.0)])
     # The last token of a sequence predicts nothing and does not enter the model.
     assert batch.input_ids.tolist() == [[10, 11, 12, 50], [10, 0, 0, 0]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3]]
@@ -40,52 +58,153 @@ def test_tokens_are_aligned_with_the_position_that_predicts_them() -> None:
 
 
 def test_tokens_are_located_by_sample_and_position() -> None:
-    batch = collate([scored("a", 3, 2), scored("b", 1, 3)], CPU)
-    assert [batch.locate_token(i) for i in range(5)] == [
-        ("a/0", 0),
-        ("a/0", 1),
-        ("b/0", 0),
-        ("b/0", 1),
-        ("b/0", 2),
+    for collated in (padded, packed):
+        batch = collated([scored("a", 3, 2), scored("empty", 2, 0), scored("b", 1, 3)])
+        assert [batch.locate_token(i) for i in range(5)] == [
+            ("a/0", 0),
+            ("a/0", 1),
+            ("b/0", 0),
+            ("b/0", 1),
+            ("b/0", 2),
+        ]
+
+
+def test_packed_sequences_follow_each_other_in_one_row() -> None:
+    batch = packed([scored("a", 3, 2, 1.5), scored("b", 1, 1, -1.0), scored("c", 2, 1)])
+    assert batch.input_ids.tolist() == [[10, 11, 12, 50, 10, 10, 11]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 0, 1]]
+    assert batch.cu_seqlens is not None
+    assert batch.cu_seqlens.dtype is torch.int32
+    assert batch.cu_seqlens.tolist() == [0, 4, 5, 7]
+    # The longest sequence, not the pack: Megatron reads rotary positions by it.
+    assert batch.max_seqlen == 4
+    assert batch.token_rows.tolist() == [0, 0, 0, 0]
+    assert batch.token_cols.tolist() == [2, 3, 4, 6]
+    assert batch.labels.tolist() == [50, 51, 50, 50]
+    assert batch.advantages.tolist() == [1.5, 1.5, -1.0, 1.0]
+
+
+def test_a_context_rank_holds_the_tokens_of_its_positions() -> None:
+    samples = [scored("a", 3, 4), scored("b", 1, 1)]
+    ranks = [padded(samples, SequenceShard(rank=rank, size=2, multiple=4)) for rank in range(2)]
+    # Sequence a enters as 10 11 12 50 51 52, padded to 8: rank 0 holds 0 1 6 7, rank 1 2 3 4 5.
+    assert [batch.input_ids.tolist() for batch in ranks] == [
+        [[10, 11, 0, 0], [10, 0, 0, 0]],
+        [[12, 50, 51, 52], [0, 0, 0, 0]],
     ]
+    assert ranks[0].position_ids.tolist() == [[0, 1, 6, 7], [0, 1, 6, 7]]
+    assert [batch.labels.tolist() for batch in ranks] == [[50], [50, 51, 52, 53]]
+    assert [batch.token_rows.tolist() for batch in ranks] == [[1], [0, 0, 0, 0]]
+    assert [batch.token_cols.tolist() for batch in ranks] == [[0], [0, 1, 2, 3]]
+    assert ranks[0].locate_token(0) == ("b/0", 0)
+    assert ranks[1].locate_token(2) == ("a/0", 2)
+
+
+def test_packed_sequences_are_cut_one_by_one() -> None:
+    samples = [scored("a", 3, 4), scored("b", 1, 2)]
+    ranks = [packed(samples, SequenceShard(rank=rank, size=2, multiple=4)) for rank in range(2)]
+    for batch in ranks:  # boundaries of the whole sequences, 6 padded to 8 and 2 to 4
+        assert batch.cu_seqlens is not None
+        assert batch.cu_seqlens.tolist() == [0, 8, 12]
+        assert batch.max_seqlen == 8
+    assert ranks[0].position_ids.tolist() == [[0, 1, 6, 7, 0, 3]]
+    assert ranks[1].position_ids.tolist() == [[2, 3, 4, 5, 1, 2]]
+    assert ranks[0].labels.tolist() == [50]
+    assert ranks[0].token_cols.tolist() == [4]
+    assert ranks[1].labels.tolist() == [50, 51, 52, 53, 51]
+    assert ranks[1].token_cols.tolist() == [0, 1, 2, 3, 4]
+    assert ranks[1].locate_token(4) == ("b/0", 1)
 
 
 def test_an_empty_microbatch_still_has_a_sequence() -> None:
-    batch = collate([], CPU)
-    assert batch.input_ids.tolist() == [[0]]
-    assert batch.num_tokens == 0
-    # As does one whose only sample has a lone prompt token and no response.
-    assert collate([scored("a", 1, 0)], CPU).input_ids.tolist() == [[0]]
-
-
-def labels(batches: list[Microbatch]) -> list[int]:
-    return [label for batch in batches for label in batch.labels.tolist()]
+    half = SequenceShard(rank=1, size=2, multiple=4)
+    for collated in (padded, packed):
+        batch = collated([])
+        assert batch.input_ids.tolist() == [[0]]
+        assert batch.num_tokens == 0
+        # As does one whose only sample has a lone prompt token and no response.
+        assert collated([scored("a", 1, 0)]).input_ids.tolist() == [[0]]
+        assert collated([], half).input_ids.tolist() == [[0, 0]]
+        assert collated([], half).position_ids.tolist() == [[1, 2]]
+    empty = packed([], half)
+    assert empty.cu_seqlens is not None
+    assert empty.cu_seqlens.tolist() == [0, 4]
 
 
 @given(
     st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=12),
     st.integers(1, 4),
     st.integers(1, 5),
+    st.integers(1, 3),
+    st.booleans(),
 )
 def test_every_token_is_in_one_microbatch_of_one_rank(
-    sizes: list[tuple[int, int]], data_size: int, microbatch_size: int
+    sizes: list[tuple[int, int]],
+    data_size: int,
+    microbatch_size: int,
+    context_size: int,
+    packing: bool,
 ) -> None:
     samples = [scored(str(i), *size) for i, size in enumerate(sizes)]
-    ranks = [
-        make_microbatches(
-            samples,
-            microbatch_size=microbatch_size,
-            data_rank=rank,
-            data_size=data_size,
-            device=CPU,
-        )
-        for rank in range(data_size)
+    multiple = 2 * context_size if context_size > 1 else 1
+    plan = PackingPlan(max_tokens=24, cost=SequenceCost(crossover=8.0))
+    ranks = [  # [data rank][context rank][microbatch]
+        [
+            make_microbatches(
+                samples,
+                microbatch_size=microbatch_size,
+                data_rank=data_rank,
+                data_size=data_size,
+                device=CPU,
+                shard=SequenceShard(rank=context_rank, size=context_size, multiple=multiple),
+                packing=plan if packing else None,
+            )
+            for context_rank in range(context_size)
+        ]
+        for data_rank in range(data_size)
     ]
-    assert len({len(batches) for batches in ranks}) == 1
-    assert all(len(b.samples) <= microbatch_size for batches in ranks for b in batches)
-    names = [s.sample.name for batches in ranks for b in batches for s in b.samples]
+    assert len({len(batches) for contexts in ranks for batches in contexts}) == 1
+    for contexts in ranks:
+        for b in contexts[0]:
+            assert packing or len(b.samples) <= microbatch_size
+            if packing:
+                assert (
+                    sum(
+                        SequenceShard(multiple=multiple).padded(sequence_length(s))
+                        for s in b.samples
+                    )
+                    <= 24
+                )
+        for shards in zip(*contexts, strict=True):  # all context ranks cut the same sequences
+            assert len({b.samples for b in shards}) == 1
+            assert len({b.input_ids.shape for b in shards}) == 1
+    names = [s.sample.name for contexts in ranks for b in contexts[0] for s in b.samples]
     assert sorted(names) == sorted(s.sample.name for s in samples)
-    assert sum(len(labels(batches)) for batches in ranks) == sum(r for _, r in sizes)
+    located = [
+        (*b.locate_token(i), int(b.labels[i]), float(b.rollout_logprobs[i]))
+        for contexts in ranks
+        for batches in contexts
+        for b in batches
+        for i in range(b.num_tokens)
+    ]
+    assert sorted(located) == sorted(
+        (s.sample.name, i, 50 + i, -0.5 - i)
+        for s in samples
+        for i in range(s.sample.num_response_tokens)
+    )
+    assert_predicted_at_the_right_place(ranks)
+
+
+def assert_predicted_at_the_right_place(ranks: list[list[list[Microbatch]]]) -> None:
+    """At the selected position: the token before the label, the prompt's last or a response's."""
+    for b in (b for contexts in ranks for batches in contexts for b in batches):
+        at = b.input_ids[b.token_rows, b.token_cols].tolist()
+        where = b.position_ids[b.token_rows, b.token_cols].tolist()
+        for i in range(b.num_tokens):
+            prompt = b.samples[int(b.token_samples[i])].sample.prompt_ids
+            response = int(b.token_positions[i])
+            assert where[i] == len(prompt) - 1 + response
+            assert at[i] == (49 + response if response else prompt[-1])
 
 
 def test_long_and_short_sequences_are_shared_evenly() -> None:

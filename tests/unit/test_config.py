@@ -167,8 +167,41 @@ def test_wrong_values_are_refused_with_field_value_and_rule(
             {"data.chat": False, "data.system_prompt": "Be brief."},
             ["data.system_prompt='Be brief.'", "data.chat=true", "remove"],
         ),
-        ({"layout.context": 2}, ["layout.context=2", "must be 1", "tensor, pipeline and data"]),
-        ({"layout.sequence_parallel": True}, ["layout.sequence_parallel=true", "remove"]),
+        (
+            {"layout.sequence_parallel": True},
+            ["layout.sequence_parallel=true", "layout.tensor >= 2", "got 1", "layout.tensor=2"],
+        ),
+        (
+            {"layout.context": 5, "data.max_prompt_tokens": 3, "sampling.max_new_tokens": 6},
+            ["layout.context=5", "2 x context", "8 tokens", "nearest legal value is 4"],
+        ),
+        (
+            {"train.packing": True},
+            ["train.max_tokens_per_microbatch=None", "train.packing=true", "set both or neither"],
+        ),
+        (
+            {"train.max_tokens_per_microbatch": 4096},
+            ["train.max_tokens_per_microbatch=4096", "got false", "set both or neither"],
+        ),
+        (
+            {
+                "train.packing": True,
+                "train.max_tokens_per_microbatch": 7,
+                "layout.context": 4,
+                "rollout.engine": "replay",
+                "rollout.replay_path": "s.jsonl",
+            },
+            ["train.max_tokens_per_microbatch=7", "layout.context=4", "raise it to 8"],
+        ),
+        (
+            {
+                "train.packing": True,
+                "train.max_tokens_per_microbatch": 1152,
+                "data.max_prompt_tokens": 1026,
+                "layout.context": 2,
+            },
+            ["must hold the longest sequence: 1153 tokens", "1156 when padded", "to 1156 or lower"],
+        ),
         ({"layout.virtual_pipeline": 2}, ["layout.virtual_pipeline=2", "must be 1"]),
         ({"layout.expert": 2}, ["layout.expert=2", "must be 1"]),
         ({"layout.expert_tensor": 2}, ["layout.expert_tensor=2", "must be 1"]),

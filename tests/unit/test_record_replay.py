@@ -176,3 +176,12 @@ def test_a_missing_field_is_named(tmp_path: Path, field: str) -> None:
     path.write_text(f"{line()}\n{json.dumps(damaged)}\n")
     with pytest.raises(InputError, match=f"line 2: .*{field}"):
         ReplayRollouts(path)
+
+
+def test_samples_that_no_microbatch_holds_are_refused_by_line(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    path.write_text(line() + "\n" + line(prompt_ids=[1, 4, 9, 9], sample_index=1) + "\n")
+    # Three prompt and two response tokens: all but the last enter the model.
+    assert len(ReplayRollouts(path, max_sequence_tokens=5).groups(0)[0].samples) == 2
+    with pytest.raises(InputError, match="line 2: sample 0-7/1 has 5 tokens, more than the 4"):
+        ReplayRollouts(path, max_sequence_tokens=4)
