@@ -16,12 +16,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megatron_p3o.architecture import (
     ModelArchitecture,
-    check_layout,
-    fingerprint,
     padded_vocab_size,
     read_architecture,
 )
-from megatron_p3o.errors import ConfigurationError, InputError
+from megatron_p3o.errors import InputError
+from megatron_p3o.model_files import fingerprint
 
 _LLAMA: dict[str, Any] = {  # as transformers 5 writes it
     "architectures": ["LlamaForCausalLM"],
@@ -305,36 +304,6 @@ def test_a_git_lfs_pointer_is_not_a_weight_file(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(InputError, match="Git LFS"):
         read_architecture(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        (
-            {"tensor": 2, "pipeline": 1},
-            "layout.tensor=2 must divide the model's num_attention_heads=9 and "
-            "num_key_value_heads=3; the nearest legal value is 1 (legal: 1, 3)",
-        ),
-        (
-            {"tensor": 9, "pipeline": 1},
-            "layout.tensor=9 must divide the model's num_key_value_heads=3 and "
-            "ffn_hidden_size=1536; the nearest legal value is 3 (legal: 1, 3)",
-        ),
-        (
-            {"tensor": 1, "pipeline": 4},
-            "layout.pipeline=4 must divide the model's num_layers=30; the nearest legal value is 3 "
-            "(legal: 1, 2, 3, 5, 6, 10, 15, 30)",
-        ),
-    ],
-)
-def test_layouts_that_do_not_divide_the_model(
-    tmp_path: Path, sizes: dict[str, int], message: str
-) -> None:
-    architecture = read_architecture(_model_dir(tmp_path, _LLAMA))
-    check_layout(architecture, tensor=3, pipeline=5)
-    with pytest.raises(ConfigurationError) as caught:
-        check_layout(architecture, **sizes)
-    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize(

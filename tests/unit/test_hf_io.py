@@ -18,11 +18,14 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from megatron_p3o.architecture import check_layout, padded_vocab_size, read_architecture
+from megatron_p3o.architecture import padded_vocab_size, read_architecture
+from megatron_p3o.config import LayoutSection
 from megatron_p3o.errors import InputError
+from megatron_p3o.splitting import check_layout
 from megatron_p3o.weights import (
     HfReader,
     ParamRow,
+    TensorShard,
     hf_tensors,
     load_hf_weights,
     param_rows,
@@ -30,6 +33,7 @@ from megatron_p3o.weights import (
 )
 
 _VOCAB, _HIDDEN, _FFN, _HEAD_DIM = 100, 32, 48, 8
+_WHOLE = TensorShard(0, 1)
 
 
 def _save_tiny(
@@ -85,7 +89,7 @@ def _load_all_ranks(
 ) -> list[dict[str, Tensor]]:
     """Each tensor rank's parameters, filled from the directory."""
     architecture = read_architecture(model_dir)
-    check_layout(architecture, tensor=tensor_size, pipeline=1)
+    check_layout(architecture, LayoutSection(tensor=tensor_size))
     ranks = []
     for rank in range(tensor_size):
         targets = {
@@ -95,9 +99,8 @@ def _load_all_ranks(
             for row in param_rows(architecture)
         }
         with HfReader(model_dir) as reader:
-            load_hf_weights(
-                reader, architecture, targets, tensor_rank=rank, tensor_size=tensor_size
-            )
+            shard = TensorShard(rank, tensor_size)
+            load_hf_weights(reader, architecture, targets, dense=shard, expert=shard)
         ranks.append(targets)
     return ranks
 
@@ -163,7 +166,7 @@ def test_tied_last_stage_gets_the_embedding_in_its_own_dtype(tmp_path: Path) -> 
         "decoder.layers.1.mlp.linear_fc2.weight": torch.full((_HIDDEN, _FFN), torch.nan),
     }
     with HfReader(tmp_path) as reader:
-        load_hf_weights(reader, read_architecture(tmp_path), targets, tensor_rank=0, tensor_size=1)
+        load_hf_weights(reader, read_architecture(tmp_path), targets, dense=_WHOLE, expert=_WHOLE)
     output = targets["output_layer.weight"]
     assert torch.equal(output[:_VOCAB], source["model.embed_tokens.weight"].float())
     assert torch.equal(output[_VOCAB:], torch.zeros(28, _HIDDEN))
@@ -177,8 +180,8 @@ def test_an_unknown_parameter_is_named(tmp_path: Path) -> None:
             reader,
             read_architecture(tmp_path),
             {name: torch.empty(_HEAD_DIM)},
-            tensor_rank=0,
-            tensor_size=1,
+            dense=_WHOLE,
+            expert=_WHOLE,
         )
 
 
