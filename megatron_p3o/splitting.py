@@ -38,7 +38,7 @@ def stage_layers(num_layers: int, layout: LayoutSection) -> list[int] | None:
     middle = layout.pipeline - (first is not None) - (last is not None)
     rest = num_layers - (first or 0) - (last or 0)
     # No stage may be left without layers, nor layers without a stage.
-    if middle == 0 and rest != 0:
+    if middle < 0 or (middle == 0 and rest != 0):
         return None
     if middle > 0 and (rest < middle or rest % middle):
         return None

@@ -16,6 +16,8 @@ from transformers import (
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from megatron_p3o.architecture import padded_vocab_size, read_architecture
@@ -81,6 +83,8 @@ def _local_shape(row: ParamRow, tensor_size: int) -> list[int]:
         return [rows, shapes[0][1] // tensor_size]
     if "norm" in row.megatron:
         return [rows]
+    if "router" in row.megatron:
+        return [rows, shapes[0][1]]
     return [rows // tensor_size, shapes[0][1]]
 
 
@@ -300,3 +304,45 @@ def test_a_file_that_safetensors_refuses_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
     with HfReader(tmp_path) as reader, pytest.raises(InputError, match=r"model\.safetensors"):
         reader.get("a", shape=(1,))
+
+
+def test_experts_are_cut_over_their_own_ranks(tmp_path: Path) -> None:
+    """Two tensor ranks, three expert tensor ranks: each row by its own, and back bitwise."""
+    config = Qwen3MoeConfig(
+        num_hidden_layers=2,
+        hidden_size=_HIDDEN,
+        intermediate_size=_FFN,
+        vocab_size=_VOCAB,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=_HEAD_DIM,
+        num_experts=3,
+        num_experts_per_tok=2,
+        moe_intermediate_size=12,
+        mlp_only_layers=[1],
+        tie_word_embeddings=False,
+    )
+    model = Qwen3MoeForCausalLM(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    model.save_pretrained(tmp_path)
+    architecture = read_architecture(tmp_path)
+    rows = {row.megatron: row for row in param_rows(architecture)}
+    shards: dict[str, list[Tensor]] = {}
+    for name, row in rows.items():
+        size = 3 if row.expert else 2
+        for rank in range(size):
+            target = torch.full(_local_shape(row, size), torch.nan)
+            with HfReader(tmp_path) as reader:
+                load_hf_weights(
+                    reader,
+                    architecture,
+                    {row.te_name or name: target},
+                    dense=TensorShard(rank, 2),
+                    expert=TensorShard(rank, 3),
+                )
+            shards.setdefault(name, []).append(target)
+    expert = shards["decoder.layers.0.mlp.experts.local_experts.2.linear_fc1.weight"]
+    assert [tuple(shard.shape) for shard in expert] == [(8, _HIDDEN)] * 3
+    stored = load_file(tmp_path / "model.safetensors")
+    _assert_same(list(hf_tensors(architecture, shards.__getitem__)), stored)
