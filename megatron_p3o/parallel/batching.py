@@ -107,6 +107,7 @@ def make_microbatches(
     device: torch.device,
     shard: SequenceShard,
     packing: PackingPlan | None,
+    count_multiple: int = 1,
 ) -> list[Microbatch]:
     """This rank's microbatches of an optimizer step.
 
@@ -120,6 +121,7 @@ def make_microbatches(
         device: where the tensors are put.
         shard: this context rank's share of every sequence.
         packing: None for padded microbatches.
+        count_multiple: the number of microbatches is a multiple of it.
     """
     if packing is not None:
         packs = pack(
@@ -136,6 +138,7 @@ def make_microbatches(
             shares[data_rank][index * microbatch_size : (index + 1) * microbatch_size]
             for index in range(num_microbatches)
         ]
+    chosen += [[] for _ in range(-len(chosen) % count_multiple)]
     return [collate(members, device, shard, packed=packing is not None) for members in chosen]
 
 

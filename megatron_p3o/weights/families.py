@@ -16,7 +16,10 @@ from megatron_p3o.weights.layouts import GateUp, Layout, Qkv, Replicated, RowPar
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParamRow:
-    """One Megatron parameter of one model, by its global name (layers counted over all stages)."""
+    """One Megatron parameter of one model, by its global name.
+
+    Layers are counted over all stages, experts over all ranks.
+    """
 
     megatron: str
     """Name in a model of Megatron's local layers."""
@@ -27,17 +30,21 @@ class ParamRow:
     layout: Layout
     fp8: bool
     """Whether the weight may be stored in FP8: linear layers of the decoder only."""
+    expert: bool = False
+    """Whether it belongs to one expert, which the ranks of the expert axes share."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A row for every model of a family. Names may hold `{layer}`, shapes are named sizes."""
+    """A row for every model of a family. Names may hold `{layer}` and, for experts, `{expert}`;
+    shapes are named sizes."""
 
     megatron: str
     hf: Mapping[str, str]
     layout: Callable[[ModelArchitecture], Layout]
     fp8: bool = False
     te_name: str | None = None
+    expert: bool = False
 
 
 def _replicated(architecture: ModelArchitecture) -> Layout:
@@ -131,24 +138,58 @@ _MLP_NORM = _Row(
     te_name=_MEGATRON + "mlp.linear_fc1.layer_norm_weight",
 )
 
-_MLP_AND_NORMS = (_MLP_IN, _MLP_OUT, _ATTENTION_NORM, _MLP_NORM)
+_ROUTER = _Row(
+    _MEGATRON + "mlp.router.weight", {_HF + "mlp.gate.weight": "experts hidden"}, _replicated
+)
+_EXPERT_IN = _Row(
+    _MEGATRON + "mlp.experts.local_experts.{expert}.linear_fc1.weight",
+    {
+        _HF + "mlp.experts.{expert}.gate_proj.weight": "expert_ffn hidden",
+        _HF + "mlp.experts.{expert}.up_proj.weight": "expert_ffn hidden",
+    },
+    _gate_up,
+    fp8=True,
+    te_name=_MEGATRON + "mlp.experts.linear_fc1.weight{expert}",
+    expert=True,
+)
+_EXPERT_OUT = _Row(
+    _MEGATRON + "mlp.experts.local_experts.{expert}.linear_fc2.weight",
+    {_HF + "mlp.experts.{expert}.down_proj.weight": "hidden expert_ffn"},
+    _row_parallel,
+    fp8=True,
+    te_name=_MEGATRON + "mlp.experts.linear_fc2.weight{expert}",
+    expert=True,
+)
+# The router reads the norm's output too, so Transformer Engine cannot keep it in the experts.
+_MOE_NORM = _Row(
+    _MEGATRON + "pre_mlp_layernorm.weight",
+    {_HF + "post_attention_layernorm.weight": "hidden"},
+    _replicated,
+)
 
-_LAYER_TABLES: Mapping[Family, tuple[_Row, ...]] = {
-    "llama": (_QKV_WEIGHT, _ATTENTION_OUTPUT, *_MLP_AND_NORMS),
-    "qwen2": (_QKV_WEIGHT, _QKV_BIAS, _ATTENTION_OUTPUT, *_MLP_AND_NORMS),
-    "qwen3": (_QKV_WEIGHT, _ATTENTION_OUTPUT, _QUERY_NORM, _KEY_NORM, *_MLP_AND_NORMS),
+_ATTENTION_TABLES: Mapping[Family, tuple[_Row, ...]] = {
+    "llama": (_QKV_WEIGHT, _ATTENTION_OUTPUT),
+    "qwen2": (_QKV_WEIGHT, _QKV_BIAS, _ATTENTION_OUTPUT),
+    "qwen3": (_QKV_WEIGHT, _ATTENTION_OUTPUT, _QUERY_NORM, _KEY_NORM),
+    "qwen3_moe": (_QKV_WEIGHT, _ATTENTION_OUTPUT, _QUERY_NORM, _KEY_NORM),
 }
+_DENSE_TABLE = (_MLP_IN, _MLP_OUT, _ATTENTION_NORM, _MLP_NORM)
+_MOE_TABLE = (_ROUTER, _EXPERT_IN, _EXPERT_OUT, _ATTENTION_NORM, _MOE_NORM)
 
 
 def param_rows(architecture: ModelArchitecture) -> tuple[ParamRow, ...]:
-    """Every parameter of the model, in the order of a Hugging Face checkpoint.
+    """Every parameter of the model, embedding first, then layer by layer.
 
     Tied embeddings have one row, the embedding's.
     """
-    layer_table = _LAYER_TABLES[architecture.family]
+    moe = architecture.moe
     rows = [_bind(_EMBEDDING, architecture)]
     for layer in range(architecture.num_layers):
-        rows += [_bind(row, architecture, layer) for row in layer_table]
+        is_moe = moe is not None and layer in moe.layers
+        mlp_table = _MOE_TABLE if is_moe else _DENSE_TABLE
+        for row in (*_ATTENTION_TABLES[architecture.family], *mlp_table):
+            experts = range(moe.num_experts) if moe is not None and row.expert else (None,)
+            rows += [_bind(row, architecture, layer, expert) for expert in experts]
     rows.append(_bind(_FINAL_NORM, architecture))
     if not architecture.tie_word_embeddings:
         rows.append(_bind(_OUTPUT, architecture))
@@ -169,7 +210,12 @@ def rows_by_megatron_name(architecture: ModelArchitecture) -> dict[str, ParamRow
     return named
 
 
-def _bind(row: _Row, architecture: ModelArchitecture, layer: int | None = None) -> ParamRow:
+def _bind(
+    row: _Row,
+    architecture: ModelArchitecture,
+    layer: int | None = None,
+    expert: int | None = None,
+) -> ParamRow:
     sizes = {
         "hidden": architecture.hidden_size,
         "query": architecture.num_attention_heads * architecture.head_dim,
@@ -178,13 +224,19 @@ def _bind(row: _Row, architecture: ModelArchitecture, layer: int | None = None) 
         "ffn": architecture.ffn_hidden_size,
         "vocab": architecture.vocab_size,
     }
+    if architecture.moe is not None:
+        sizes |= {
+            "experts": architecture.moe.num_experts,
+            "expert_ffn": architecture.moe.ffn_hidden_size,
+        }
     return ParamRow(
-        megatron=row.megatron.format(layer=layer),
-        te_name=row.te_name and row.te_name.format(layer=layer),
+        megatron=row.megatron.format(layer=layer, expert=expert),
+        te_name=row.te_name and row.te_name.format(layer=layer, expert=expert),
         hf={
-            name.format(layer=layer): tuple(sizes[size] for size in shape.split())
+            name.format(layer=layer, expert=expert): tuple(sizes[size] for size in shape.split())
             for name, shape in row.hf.items()
         },
         layout=row.layout(architecture),
         fp8=row.fp8,
+        expert=row.expert,
     )

@@ -8,7 +8,7 @@ Each layout is two inverse pairs:
 No arithmetic touches a value, so both round trips are bitwise. Layouts hold global head counts and
 vocabulary sizes and cut the global tensor by rows; no local count is ever derived. Splits and
 shards may be views of their input. Sizes that do not divide are refused earlier
-(`megatron_p3o.architecture.check_layout`) and asserted here.
+(`megatron_p3o.splitting.check_layout`) and asserted here.
 """
 
 from collections.abc import Sequence

@@ -202,9 +202,26 @@ def test_wrong_values_are_refused_with_field_value_and_rule(
             },
             ["must hold the longest sequence: 1153 tokens", "1156 when padded", "to 1156 or lower"],
         ),
-        ({"layout.virtual_pipeline": 2}, ["layout.virtual_pipeline=2", "must be 1"]),
-        ({"layout.expert": 2}, ["layout.expert=2", "must be 1"]),
-        ({"layout.expert_tensor": 2}, ["layout.expert_tensor=2", "must be 1"]),
+        (
+            {"layout.virtual_pipeline": 2},
+            ["layout.virtual_pipeline=2", "layout.pipeline >= 2", "set layout.pipeline=2"],
+        ),
+        (
+            {"layout.first_stage_layers": 3},
+            ["layout.first_stage_layers=3", "layout.pipeline >= 2", "remove"],
+        ),
+        (
+            {"layout.account_for_loss": True},
+            ["layout.account_for_loss=True", "layout.pipeline >= 2", "remove"],
+        ),
+        (
+            {
+                "layout.pipeline": 2,
+                "layout.last_stage_layers": 3,
+                "layout.account_for_embedding": True,
+            },
+            ["layout.last_stage_layers=3", "layout.account_for_embedding=true", "remove one"],
+        ),
         (
             {"train.scoring": "fused", "layout.pipeline": 2},
             ["train.scoring=fused", "layout.pipeline=1", "got 2", "train.scoring=separate"],
