@@ -106,6 +106,22 @@ class ScoredSample:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SequenceStats:
+    """What each token knows of its whole sequence. All tensors are `[T]`, without gradient.
+
+    They are inputs of a loss, since a microbatch or a context shard may hold only a part of a
+    sequence; `algorithms.sequences` makes them from sums that merge exactly.
+    """
+
+    log_ratios: Tensor
+    """Mean of log(pi / b) over the response tokens of the token's sequence (nats)."""
+    mismatch: Tensor
+    """Mean of log(p / b) over the same tokens; p is the proximal policy."""
+    lengths: Tensor
+    """Response tokens of the token's sequence."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TokenStats:
     """Per-token inputs of a loss for one microbatch. All tensors are `[T]`, label-aligned.
 
@@ -124,6 +140,8 @@ class TokenStats:
     """Trainer log-probs when the rollout batch was first consumed; no gradient."""
     entropy: Tensor | None = None
     """Entropy of the trainer's distribution at each token (nats); None unless asked for."""
+    sequences: SequenceStats | None = None
+    """None unless the objective needs it; see `algorithms.required_inputs`."""
 
     @property
     def num_tokens(self) -> int:
@@ -140,6 +158,7 @@ class TokenStats:
             token_weights=none,
             proximal_logprobs=none,
             entropy=none,
+            sequences=SequenceStats(log_ratios=none, mismatch=none, lengths=none),
         )
 
 

@@ -1,12 +1,18 @@
-"""Losses by the name that `objective.name` gives."""
+"""Losses by the name that `objective.name` gives, and what each needs to be told."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from megatron_p3o.algorithms.baselines import grpo_loss, reinforce_loss
+from megatron_p3o.algorithms.cispo import cispo_loss
+from megatron_p3o.algorithms.gspo import gspo_loss
 from megatron_p3o.algorithms.p3o import p3o_loss
+from megatron_p3o.algorithms.p4o import p4o_loss
+from megatron_p3o.algorithms.ppo_decoupled import ppo_decoupled_loss
+from megatron_p3o.algorithms.sapo import sapo_loss
 from megatron_p3o.algorithms.trust import TrustStats
+from megatron_p3o.config import ObjectiveBase
 from megatron_p3o.types import LossOutput, TokenStats
 
 
@@ -19,5 +25,40 @@ class LossFunction(Protocol):
 
 
 LOSSES: Mapping[str, LossFunction] = MappingProxyType(
-    {"p3o": p3o_loss, "reinforce": reinforce_loss, "grpo": grpo_loss}
+    {
+        "p3o": p3o_loss,
+        "p4o": p4o_loss,
+        "reinforce": reinforce_loss,
+        "rloo": reinforce_loss,
+        "grpo": grpo_loss,
+        "dapo": grpo_loss,
+        "dr_grpo": grpo_loss,
+        "gspo": gspo_loss,
+        "cispo": cispo_loss,
+        "sapo": sapo_loss,
+        "ppo_decoupled": ppo_decoupled_loss,
+    }
 )
+
+LossInput = Literal["proximal", "sequences", "entropy"]
+"""An optional field of `TokenStats`: `proximal_logprobs`, `sequences`, `entropy`."""
+
+_OWN_INPUTS: Mapping[str, frozenset[LossInput]] = MappingProxyType(
+    {
+        "p4o": frozenset({"proximal"}),
+        "gspo": frozenset({"sequences"}),
+        "ppo_decoupled": frozenset({"proximal"}),
+    }
+)
+
+
+def required_inputs(config: ObjectiveBase) -> frozenset[LossInput]:
+    """The optional fields of `TokenStats` that the loss of this configuration reads."""
+    inputs = set(_OWN_INPUTS.get(config.name, ()))
+    if config.correction.mode != "off":
+        inputs.add("proximal")
+        if config.correction.level != "token":
+            inputs.add("sequences")
+    if config.entropy_coefficient:
+        inputs.add("entropy")
+    return frozenset(inputs)

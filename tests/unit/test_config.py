@@ -23,6 +23,7 @@ from megatron_p3o.config import (
     parse_overrides,
     to_yaml,
 )
+from megatron_p3o.config.objectives import OBJECTIVE_NAMES
 from megatron_p3o.errors import ConfigurationError
 
 MINIMAL: Mapping[str, Any] = {
@@ -346,7 +347,7 @@ def test_the_schema_is_json_and_describes_fields() -> None:
         in (sections["SamplingSection"]["properties"]["temperature"]["description"])
     )
     names = schema["properties"]["objective"]["discriminator"]["mapping"]
-    assert names.keys() == {"p3o", "reinforce", "grpo"}
+    assert tuple(names) == OBJECTIVE_NAMES
 
 
 def test_infinite_numbers_and_empty_paths_are_refused() -> None:
@@ -366,6 +367,6 @@ def test_text_that_looks_like_a_number_stays_text_in_quotes(file: Path) -> None:
 def test_the_objective_is_p3o_unless_named(file: Path) -> None:
     config = load_config(file, ["--objective.cap", "none"])
     assert config.objective.name == "p3o" and config.objective.cap == "none"
-    message = r"objective\.name='ppo' must be one of p3o, reinforce, grpo"
+    message = r"objective\.name='ppo' must be one of p3o, p4o, reinforce, rloo, grpo"
     with pytest.raises(ConfigurationError, match=message):
         load_config(file, ["--objective.name", "ppo"])
