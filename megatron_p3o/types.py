@@ -103,6 +103,10 @@ class ScoredSample:
     sample: Sample
     advantage: float
     token_weight: float = 1.0
+    sequence: int = 0
+    """Place among the sequences of its optimizer step; what sequence-level sums are kept by."""
+    lag: int = 0
+    """Weight versions between the oldest token's sampling and the first use of the batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,6 +146,8 @@ class TokenStats:
     """Entropy of the trainer's distribution at each token (nats); None unless asked for."""
     sequences: SequenceStats | None = None
     """None unless the objective needs it; see `algorithms.required_inputs`."""
+    reference_logprobs: Tensor | None = None
+    """Log-probs under the frozen reference model; no gradient. None without a reference KL."""
 
     @property
     def num_tokens(self) -> int:
@@ -159,6 +165,7 @@ class TokenStats:
             proximal_logprobs=none,
             entropy=none,
             sequences=SequenceStats(log_ratios=none, mismatch=none, lengths=none),
+            reference_logprobs=none,
         )
 
 

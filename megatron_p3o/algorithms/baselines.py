@@ -21,8 +21,9 @@ The clipped surrogate is PPO's (arXiv:1707.06347). None of them reads the trust 
 Left out. REINFORCE and RLOO make no correction for off-policy tokens of their own; RLOO's paper
 takes one action per response, which is the sum over tokens, where we take the normalisation that
 is asked for. GRPO's paper takes the sequence mean (`normalization: sequence_mean`) and its KL to
-a frozen reference model; the KL term here is taken to the rollout policy. DAPO's dynamic sampling
-chooses prompts and is no part of a loss.
+a frozen reference model, which every objective can add (see `reference`); `kl_coefficient` is of a
+KL to the rollout policy. DAPO's dynamic sampling chooses prompts and is no part of a loss
+(`train.dynamic_sampling`).
 """
 
 from megatron_p3o.algorithms.correction import own_log_ratios

@@ -10,9 +10,10 @@ from megatron_p3o.algorithms.gspo import gspo_loss
 from megatron_p3o.algorithms.p3o import p3o_loss
 from megatron_p3o.algorithms.p4o import p4o_loss
 from megatron_p3o.algorithms.ppo_decoupled import ppo_decoupled_loss
+from megatron_p3o.algorithms.reference import add_reference_kl
 from megatron_p3o.algorithms.sapo import sapo_loss
 from megatron_p3o.algorithms.trust import TrustStats
-from megatron_p3o.config import ObjectiveBase
+from megatron_p3o.config import ObjectiveBase, ReferenceSection
 from megatron_p3o.types import LossOutput, TokenStats
 
 
@@ -40,8 +41,9 @@ LOSSES: Mapping[str, LossFunction] = MappingProxyType(
     }
 )
 
-LossInput = Literal["proximal", "sequences", "entropy"]
-"""An optional field of `TokenStats`: `proximal_logprobs`, `sequences`, `entropy`."""
+LossInput = Literal["proximal", "sequences", "entropy", "reference"]
+"""An optional field of `TokenStats`: `proximal_logprobs`, `sequences`, `entropy`,
+`reference_logprobs`."""
 
 _OWN_INPUTS: Mapping[str, frozenset[LossInput]] = MappingProxyType(
     {
@@ -52,8 +54,19 @@ _OWN_INPUTS: Mapping[str, frozenset[LossInput]] = MappingProxyType(
 )
 
 
-def required_inputs(config: ObjectiveBase) -> frozenset[LossInput]:
-    """The optional fields of `TokenStats` that the loss of this configuration reads."""
+def total_loss(
+    stats: TokenStats, trust: TrustStats, objective: ObjectiveBase, reference: ReferenceSection
+) -> LossOutput:
+    """What a step minimises: the named objective, plus the KL to the reference model."""
+    return add_reference_kl(LOSSES[objective.name](stats, trust, objective), stats, reference)
+
+
+def required_inputs(config: ObjectiveBase, reference: ReferenceSection) -> frozenset[LossInput]:
+    """The optional fields of `TokenStats` that `total_loss` of this configuration reads.
+
+    Every way of scoring can give all of them: the score pass of `train.scoring: separate`, and the
+    forward passes of `fused`, which all end before the first loss is taken.
+    """
     inputs = set(_OWN_INPUTS.get(config.name, ()))
     if config.correction.mode != "off":
         inputs.add("proximal")
@@ -61,4 +74,6 @@ def required_inputs(config: ObjectiveBase) -> frozenset[LossInput]:
             inputs.add("sequences")
     if config.entropy_coefficient:
         inputs.add("entropy")
+    if reference.kl_coefficient:
+        inputs.add("reference")
     return frozenset(inputs)

@@ -30,7 +30,11 @@ def sapo_loss(stats: TokenStats, trust: TrustStats, config: SAPOObjective) -> Lo
         each token, in [0, 1]), all sums.
     """
     ratios = guarded_ratios(own_log_ratios(stats, config))
-    tau = torch.where(stats.advantages > 0, config.tau_positive, config.tau_negative)
+    tau = torch.where(
+        stats.advantages > 0,
+        torch.full_like(ratios, config.tau_positive),
+        torch.full_like(ratios, config.tau_negative),
+    )
     soft = torch.sigmoid(tau * (ratios - 1))
     gate = 4 * soft.detach() * (1 - soft.detach())
     return sum_terms(

@@ -52,6 +52,26 @@ class CorrectionSection(Section):
         return self
 
 
+class ReferenceSection(Section):
+    """`megatron_p3o.algorithms.reference`: KL to a frozen model, beside any objective."""
+
+    kl_coefficient: NonNegativeFloat = 0.0
+    """Weight of the KL term; 0 builds no reference model."""
+    kl_estimator: KLEstimator = "k3"
+    model_path: Annotated[str, Field(min_length=1)] | None = None
+    """A Hugging Face model directory with the same vocabulary; None: model.path, the model that
+    training starts from."""
+
+    @model_validator(mode="after")
+    def _used(self) -> "ReferenceSection":
+        if self.model_path is not None and not self.kl_coefficient:
+            raise ValueError(
+                f"reference.model_path={self.model_path!r} is not used with "
+                "reference.kl_coefficient=0; set a coefficient or remove the path"
+            )
+        return self
+
+
 class ObjectiveBase(Section):
     """What all objectives share."""
 
@@ -67,18 +87,16 @@ class ObjectiveBase(Section):
     """Mean over the step's tokens; mean over sequences of each one's token mean; or the sum over
     tokens divided by (sequences x `normalization_length`)."""
     normalization_length: PositiveInt | None = None
-    """Tokens; for constant_length, and only for it."""
+    """Tokens, for constant_length and only for it; None: sampling.max_new_tokens."""
     correction: CorrectionSection = CorrectionSection()
 
     @model_validator(mode="after")
     def _normalization_length(self) -> "ObjectiveBase":
-        constant = self.normalization == "constant_length"
-        if constant != (self.normalization_length is not None):
+        if self.normalization_length is not None and self.normalization != "constant_length":
             raise ValueError(
                 f"objective.normalization_length={self.normalization_length} goes with "
                 f"objective.normalization=constant_length and only with it (got "
-                f"{self.normalization}); "
-                + ("set it, for example to sampling.max_new_tokens" if constant else "remove it")
+                f"{self.normalization}); remove it"
             )
         return self
 

@@ -2,9 +2,9 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from megatron_p3o.config.objectives import Objective, P3OObjective
+from megatron_p3o.config.objectives import Objective, P3OObjective, ReferenceSection
 from megatron_p3o.config.section import Section
 
 
@@ -108,6 +108,15 @@ class LayoutSection(Section):
         return self.tensor * self.pipeline * self.context
 
 
+class DynamicSamplingSection(Section):
+    """DAPO's dynamic sampling (arXiv:2503.14476), with a bound: a group whose rewards are all
+    equal teaches nothing, and gives its place to a fresh prompt."""
+
+    max_rounds: NonNegativeInt = 0
+    """Rounds of replacement per step; 0 turns it off. Groups that are still equal after the last
+    round stay."""
+
+
 class TrainSection(Section):
     steps: PositiveInt
     """Rollout batches; each brings `optimizer_steps_per_rollout` optimizer steps."""
@@ -117,6 +126,7 @@ class TrainSection(Section):
     """Optimizer steps per rollout batch; each has its own exact ESS."""
     microbatch_size: PositiveInt = 8
     """Sequences per microbatch; changes speed and memory, not the update."""
+    dynamic_sampling: DynamicSamplingSection = DynamicSamplingSection()
     logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose logits exist at once, in fp32: [chunk, vocab / tensor]."""
     scoring: Literal["separate", "fused"] = "separate"
@@ -245,6 +255,7 @@ class RunConfig(Section):
     layout: LayoutSection = LayoutSection()
     optimizer: OptimizerSection = OptimizerSection()
     objective: Objective = P3OObjective()
+    reference: ReferenceSection = ReferenceSection()
     ess: EssSection = EssSection()
     rollout: RolloutSection = RolloutSection()
     sampling: SamplingSection = SamplingSection()
@@ -266,3 +277,35 @@ class RunConfig(Section):
                 "set objective.advantage=none"
             )
         return self
+
+    @model_validator(mode="after")
+    def _dynamic_sampling(self) -> "RunConfig":
+        rounds = self.train.dynamic_sampling.max_rounds
+        if rounds and self.objective.advantage == "none":
+            raise ValueError(
+                f"train.dynamic_sampling.max_rounds={rounds} drops groups of equal rewards, which "
+                "do teach with objective.advantage=none; set it to 0 or choose another advantage"
+            )
+        if rounds and self.rollout.engine == "replay":
+            raise ValueError(
+                f"train.dynamic_sampling.max_rounds={rounds} must be 0 with rollout.engine=replay: "
+                "a recording holds the groups that were kept and no prompts to draw; set it to 0"
+            )
+        return self
+
+    @property
+    def reference_path(self) -> str:
+        """Directory of the reference model."""
+        return self.reference.model_path or self.model.path
+
+    def notices(self) -> list[str]:
+        """What is allowed but may not be meant: sentences to be shown before a run starts."""
+        found = []
+        steps = self.train.optimizer_steps_per_rollout
+        if self.objective.name == "p4o" and steps == 1:
+            found.append(
+                "objective.name=p4o with train.optimizer_steps_per_rollout=1: the proximal policy "
+                "is always the present one, so the second anchor never acts and this is p3o; "
+                "raise train.optimizer_steps_per_rollout, or say p3o"
+            )
+        return found

@@ -35,8 +35,19 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class PolicyModel:
     """This rank's part of the model, under Megatron's DistributedDataParallel."""
 
-    def __init__(self, module: GPTModel, context: ParallelContext, config: RunConfig) -> None:
+    def __init__(
+        self,
+        module: GPTModel,
+        context: ParallelContext,
+        config: RunConfig,
+        *,
+        frozen: bool = False,
+    ) -> None:
         self.module = module
+        self._layer_offset = _first_layer(module, context)
+        if frozen:  # no gradients, so no buffers for them either
+            self.wrapped: Any = module.requires_grad_(False)
+            return
         self.wrapped = DistributedDataParallel(
             config=module.config,
             ddp_config=DistributedDataParallelConfig(
@@ -46,7 +57,6 @@ class PolicyModel:
             module=module,
         )
         module.config.finalize_model_grads_func = megatron_finalize_model_grads
-        self._layer_offset = _first_layer(module, context)
 
     def output_weight(self) -> Tensor:
         """[padded vocab / tensor, H]; the embedding where the two are tied. Last stage only."""
@@ -66,9 +76,16 @@ class PolicyModel:
 
 
 def build_model(
-    architecture: ModelArchitecture, context: ParallelContext, config: RunConfig
+    architecture: ModelArchitecture,
+    context: ParallelContext,
+    config: RunConfig,
+    *,
+    frozen: bool = False,
 ) -> PolicyModel:
-    """Build this rank's part; parameters are uninitialised until weights are loaded."""
+    """Build this rank's part; parameters are uninitialised until weights are loaded.
+
+    A frozen model only scores: it has no gradient buffers and cannot be trained.
+    """
     transformer_config = make_transformer_config(architecture, context, config)
     module = GPTModel(
         config=transformer_config,
@@ -84,7 +101,7 @@ def build_model(
     ).to(device=context.device, dtype=transformer_config.params_dtype)
     if context.is_last_stage:
         module.output_layer.forward = _pass_hidden_states
-    return PolicyModel(module, context, config)
+    return PolicyModel(module, context, config, frozen=frozen)
 
 
 def make_transformer_config(

@@ -1,12 +1,13 @@
 """The policy under training: score a batch, decide how far to trust it, step, hand out weights."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megatron_p3o.algorithms import LOSSES, TrustStats
+from megatron_p3o.algorithms import TrustStats, required_inputs, total_loss
 from megatron_p3o.architecture import ModelArchitecture
 from megatron_p3o.config import RunConfig
 from megatron_p3o.parallel.batching import Microbatch, make_microbatches
@@ -22,6 +23,7 @@ from megatron_p3o.parallel.step import (
     StepRunner,
 )
 from megatron_p3o.trainer.metrics import Metric, Over
+from megatron_p3o.trainer.reference import ReferenceModel
 from megatron_p3o.trainer.trust import StepTrust, measure_trust
 from megatron_p3o.types import LossOutput, ScoredSample, TokenStats
 from megatron_p3o.weights import (
@@ -36,9 +38,20 @@ class Policy:
     """Megatron model, optimizer and the weight version they hold. Every method is collective."""
 
     def __init__(
-        self, config: RunConfig, architecture: ModelArchitecture, context: ParallelContext
+        self,
+        config: RunConfig,
+        architecture: ModelArchitecture,
+        context: ParallelContext,
+        reference_architecture: ModelArchitecture | None = None,
     ) -> None:
-        """Build this rank's part and load the model directory's weights into it."""
+        """Build this rank's part and load the model directory's weights into it.
+
+        Args:
+            config: of the run.
+            architecture: of the model directory.
+            context: where this rank stands.
+            reference_architecture: of the reference model; None: the policy's own.
+        """
         self.config = config
         self.context = context
         self.weight_version = 0
@@ -59,15 +72,18 @@ class Policy:
             config.optimizer,
             total_steps=config.train.steps * config.train.optimizer_steps_per_rollout,
         )
-        self._runner = StepRunner(
-            self.model,
-            context,
-            HeadOptions(
-                temperature=config.sampling.temperature,
-                vocab_size=architecture.vocab_size,
-                chunk_tokens=config.train.logprob_chunk_tokens,
-            ),
+        head = HeadOptions(
+            temperature=config.sampling.temperature,
+            vocab_size=architecture.vocab_size,
+            chunk_tokens=config.train.logprob_chunk_tokens,
         )
+        self._runner = StepRunner(self.model, context, head)
+        self._inputs = required_inputs(config.objective, config.reference)
+        self._reference: ReferenceModel | None = None
+        if "reference" in self._inputs:
+            self._reference = ReferenceModel(
+                config, reference_architecture or architecture, context, head
+            )
         # Keyed by the tables' own spelling, which folds the copy of a tied embedding onto it.
         rows = rows_by_megatron_name(architecture)
         self._gather = ShardGatherer(
@@ -75,14 +91,22 @@ class Policy:
         )
 
     def microbatches(self, samples: Sequence[ScoredSample]) -> list[Microbatch]:
-        """This rank's share of an optimizer step's samples."""
+        """This rank's share of an optimizer step's samples, before the rollout batch is used."""
+        placed = [
+            replace(s, sequence=place, lag=self.weight_version - s.sample.weight_version_min)
+            for place, s in enumerate(samples)
+        ]
         return make_microbatches(
-            samples,
+            placed,
             microbatch_size=self.config.train.microbatch_size,
             data_rank=self.context.coordinates.data,
             data_size=self.context.layout.data,
             device=self.context.device,
         )
+
+    def with_reference(self, microbatches: list[Microbatch]) -> list[Microbatch]:
+        """The microbatches with the reference model's log-probs, where the loss takes them."""
+        return microbatches if self._reference is None else self._reference.attach(microbatches)
 
     def score(self, microbatches: Sequence[Microbatch]) -> list[MicrobatchScore]:
         """One forward pass without gradient; see `StepRunner.score`."""
@@ -98,6 +122,7 @@ class Policy:
             self.context,
             self.config.ess,
             weight_version=self.weight_version,
+            with_sequences="sequences" in self._inputs,
         )
 
     def update(self, microbatches: Sequence[Microbatch], trust: StepTrust) -> dict[str, Metric]:
@@ -105,7 +130,7 @@ class Policy:
         results = self._runner.train(
             microbatches,
             self._loss(trust),
-            with_entropy=self.config.objective.entropy_coefficient > 0,
+            with_entropy="entropy" in self._inputs,
         )
         return self._step(results, trust)
 
@@ -121,13 +146,14 @@ class Policy:
         return hf_tensors(self._architecture, self._gather)
 
     def _loss(self, trust: StepTrust) -> MicrobatchLoss:
-        objective = self.config.objective
-        loss = LOSSES[objective.name]
-
         def microbatch_loss(index: int, stats: TokenStats) -> LossOutput:
-            return loss(stats, trust.per_microbatch[index], objective)
+            stats = replace(stats, sequences=trust.sequences[index])
+            return self._total_loss(stats, trust.per_microbatch[index])
 
         return microbatch_loss
+
+    def _total_loss(self, stats: TokenStats, trust: TrustStats) -> LossOutput:
+        return total_loss(stats, trust, self.config.objective, self.config.reference)
 
     def _step(self, results: Sequence[MicrobatchResult], trust: StepTrust) -> dict[str, Metric]:
         outcome = self.optimizer.step()
@@ -143,9 +169,8 @@ class Policy:
         self, results: Sequence[MicrobatchResult], whole: TrustStats
     ) -> dict[str, Metric]:
         """Means over the step's tokens of the loss and its parts, on every rank."""
-        objective = self.config.objective
         # A loss names its metrics even without tokens, so stages without results know them too.
-        empty = LOSSES[objective.name](TokenStats.empty(), whole, objective)
+        empty = self._total_loss(TokenStats.empty(), whole)
         names = ("loss/total", *empty.metrics)
         sums = torch.zeros(len(names), dtype=torch.float64)
         for result in results:
