@@ -46,5 +46,6 @@ def ratio_quantile(counts: Tensor, quantile: float) -> float:
     cumulative = counts.cumsum(0)
     total = float(cumulative[-1])
     assert total > 0 and 0 < quantile <= 1, (total, quantile)
-    index = int(torch.searchsorted(cumulative, quantile * total))
+    # Counts are whole numbers; the product must not be rounded up past one of them.
+    index = int(torch.searchsorted(cumulative, quantile * total * (1 - 1e-12)))
     return math.exp((index - NUM_SIDE_BINS) * BIN_WIDTH)

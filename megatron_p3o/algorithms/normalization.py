@@ -35,6 +35,6 @@ def token_weights(
         return [1.0] * len(lengths)
     if normalization == "constant_length":
         assert constant_length is not None
-        return [num_tokens / (len(lengths) * constant_length)] * len(lengths)
+        return [num_tokens / (len(lengths) * constant_length) for _ in lengths]
     num_sequences = sum(length > 0 for length in lengths)
     return [num_tokens / (num_sequences * length) if length else 0.0 for length in lengths]

@@ -94,14 +94,15 @@ class GeneratedRollouts:
         max_rounds = self._config.train.dynamic_sampling.max_rounds
         groups = self._generate(self._cursor.take(self._config.train.prompts_per_step), step)
         generated = [*groups]
+        self._check_rewards(generated)
         rounds = 0
         while rounds < max_rounds and (flat := [i for i, g in enumerate(groups) if is_flat(g)]):
             rounds += 1
             fresh = self._generate(self._cursor.take(len(flat)), step)
             generated += fresh
+            self._check_rewards(generated)
             for place, group in zip(flat, fresh, strict=True):
                 groups[place] = group
-        self._check_rewards(generated)
         metrics = _replacement_metrics(generated, groups, rounds) if max_rounds else {}
         return Collected(groups=tuple(groups), metrics=metrics)
 

@@ -134,7 +134,9 @@ def _record(
             [(s, advantages.get(s.name)) for group in groups for s in group.samples],
         )
     found = alarms(metrics, config)
-    line = {**metrics, "alarm": "; ".join(found)} if found else metrics
+    line: dict[str, float | str] = {**metrics}
+    if found:
+        line["alarm"] = "; ".join(found)
     for sink in observers.sinks:
         sink.write(step, line)
     observers.display.step(step, metrics)
