@@ -134,11 +134,16 @@ def _configs(
 
 
 def assert_same_update(
-    run: Run, reference: Run, what: object, compared: tuple[str, ...] = COMPARED
+    run: Run,
+    reference: Run,
+    what: object,
+    compared: tuple[str, ...] = COMPARED,
+    absolute: float = 1e-7,
 ) -> None:
     for step, (got, want) in enumerate(zip(run[0], reference[0], strict=True)):
         for name in compared:
-            assert got[name] == pytest.approx(want[name], rel=1e-5, abs=1e-7), (what, step, name)
+            close = pytest.approx(want[name], rel=1e-5, abs=absolute)
+            assert got[name] == close, (what, step, name)
     assert run[1].keys() == reference[1].keys()
     for name, weight in run[1].items():
         error = (weight - reference[1][name]).abs().max() / reference[1][name].abs().max()
@@ -245,6 +250,9 @@ def _objective_configs(
                 "microbatch_size": 3,
                 "scoring": scoring,
             },
+            # Adam's eps 1e-8 makes full steps of gradients that are nothing but rounding; those
+            # differ even between microbatch sizes on one rank. The same run without that.
+            optimizer={"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-4},
             **sections,
         )
         for sections in OBJECTIVES
@@ -267,7 +275,9 @@ def test_other_objectives_and_the_reference_are_invariant_too(
             reference = references[index // 3]
             varying = ("time/", "ess/lag_", "ratio/p")
             compared = tuple(n for n in reference[0][0] if not n.startswith(varying))
-            assert_same_update(run, reference, (config.objective.name, config.layout), compared)
+            what = (config.objective.name, config.layout)
+            # Terms of order one cancel in these losses.
+            assert_same_update(run, reference, what, compared, absolute=2e-6)
             for name in ("ratio/p01", "ratio/p50", "ratio/p99"):  # a bin apart at most
                 for got, want in zip(run[0], reference[0], strict=True):
                     assert got[name] == pytest.approx(want[name], rel=0.0101)
