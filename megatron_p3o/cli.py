@@ -63,6 +63,8 @@ def check(
     from megatron_p3o.preflight import check_run
 
     inputs = check_run(config, resume=False)
+    for notice in config.notices():
+        print(f"warning: {notice}")
     print(f"{run}: {config.objective.name} on a {inputs.architecture.family} model, ready to train")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from megatron_p3o.architecture import ModelArchitecture, read_architecture
 from megatron_p3o.config import RunConfig
 from megatron_p3o.data import PromptSet, load_prompts, resolve_reward
-from megatron_p3o.errors import ConfigurationError, InputError
+from megatron_p3o.errors import ConfigurationError, InputError, UserError
 from megatron_p3o.model_files import fingerprint
 from megatron_p3o.run_dir import RunDir, read_trainer_state
 from megatron_p3o.splitting import check_layout
@@ -23,6 +23,8 @@ class RunInputs:
     """What the checks read."""
 
     architecture: ModelArchitecture
+    reference_architecture: ModelArchitecture | None
+    """None without a reference KL."""
     prompts: PromptSet | None
     """None when a recorded run is replayed."""
     identity: dict[str, Any]
@@ -44,6 +46,7 @@ def check_run(config: RunConfig, *, resume: bool) -> RunInputs:
             f"model.moe_aux_loss_coefficient={config.model.moe_aux_loss_coefficient} balances "
             "experts, but the model has none; remove it"
         )
+    reference = _read_reference(config, architecture)
     prompts = None
     if config.rollout.engine == "embedded":
         _check_tokenizer(Path(config.model.path))
@@ -56,15 +59,37 @@ def check_run(config: RunConfig, *, resume: bool) -> RunInputs:
         )
     identity = {
         "model": fingerprint(config.model.path),
+        "reference": None if reference is None else fingerprint(config.reference_path),
         "data": _data_identity(config, prompts),
         "seed": config.run.seed,
     }
     return RunInputs(
         architecture=architecture,
+        reference_architecture=reference,
         prompts=prompts,
         identity=identity,
         resume_from=_check_run_dir(config, identity, resume=resume),
     )
+
+
+def _read_reference(config: RunConfig, policy: ModelArchitecture) -> ModelArchitecture | None:
+    if not config.reference.kl_coefficient:
+        return None
+    if config.reference.model_path is None:
+        return policy
+    try:
+        reference = read_architecture(config.reference_path)
+        check_layout(reference, config.layout)
+    except UserError as error:
+        raise type(error)(f"reference.model_path={config.reference_path!r}: {error}") from error
+    if reference.vocab_size != policy.vocab_size:
+        raise InputError(
+            f"reference.model_path={config.reference_path!r} has a vocabulary of "
+            f"{reference.vocab_size} tokens and model.path={config.model.path!r} of "
+            f"{policy.vocab_size}; both must share one tokenizer: choose a reference of the same "
+            "family"
+        )
+    return reference
 
 
 def _check_tokenizer(model_dir: Path) -> None:
@@ -105,11 +130,12 @@ def _check_run_dir(config: RunConfig, identity: dict[str, Any], *, resume: bool)
         )
     checkpoint = run_dir.latest_checkpoint()
     saved = read_trainer_state(checkpoint)["identity"]
-    for part, field in (("model", "model.path"), ("data", "data"), ("seed", "run.seed")):
-        if saved[part] != identity[part]:
+    fields = {"model": "model.path", "data": "data", "seed": "run.seed", "reference": "reference"}
+    for part, field in fields.items():
+        if saved.get(part) != identity[part]:
             raise ConfigurationError(
-                f"{field} differs from the run in {config.run.dir!r} (was {saved[part]!r}, is "
-                f"{identity[part]!r}); a resumed run must keep its model, data and seed: restore "
-                "them or choose another run.dir"
+                f"{field} differs from the run in {config.run.dir!r} (was {saved.get(part)!r}, is "
+                f"{identity[part]!r}); a resumed run must keep its model, data, seed and reference "
+                "model: restore them or choose another run.dir"
             )
     return checkpoint

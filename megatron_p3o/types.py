@@ -104,6 +104,26 @@ class ScoredSample:
     sample: Sample
     advantage: float
     token_weight: float = 1.0
+    sequence: int = 0
+    """Place among the sequences of its optimizer step; what sequence-level sums are kept by."""
+    lag: int = 0
+    """Weight versions between the oldest token's sampling and the first use of the batch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SequenceStats:
+    """What each token knows of its whole sequence. All tensors are `[T]`, without gradient.
+
+    They are inputs of a loss, since a microbatch or a context shard may hold only a part of a
+    sequence; `algorithms.sequences` makes them from sums that merge exactly.
+    """
+
+    log_ratios: Tensor
+    """Mean of log(pi / b) over the response tokens of the token's sequence (nats)."""
+    mismatch: Tensor
+    """Mean of log(p / b) over the same tokens; p is the proximal policy."""
+    lengths: Tensor
+    """Response tokens of the token's sequence."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,6 +145,10 @@ class TokenStats:
     """Trainer log-probs when the rollout batch was first consumed; no gradient."""
     entropy: Tensor | None = None
     """Entropy of the trainer's distribution at each token (nats); None unless asked for."""
+    sequences: SequenceStats | None = None
+    """None unless the objective needs it; see `algorithms.required_inputs`."""
+    reference_logprobs: Tensor | None = None
+    """Log-probs under the frozen reference model; no gradient. None without a reference KL."""
 
     @property
     def num_tokens(self) -> int:
@@ -141,6 +165,8 @@ class TokenStats:
             token_weights=none,
             proximal_logprobs=none,
             entropy=none,
+            sequences=SequenceStats(log_ratios=none, mismatch=none, lengths=none),
+            reference_logprobs=none,
         )
 
 

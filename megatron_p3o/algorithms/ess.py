@@ -65,6 +65,23 @@ class EssSums:
         ).tolist()
         return cls(sum_w, sum_w2, float(log_ratios.numel()), log_ratios.numel() - num_finite)
 
+    @staticmethod
+    def by_group(log_ratios: Tensor, group: Tensor, num_groups: int) -> Tensor:
+        """The sums of every group of tokens at once.
+
+        Args:
+            log_ratios: `[T]`, as for `from_log_ratios`.
+            group: `[T]` int64, which of the groups each token belongs to.
+            num_groups: their number.
+
+        Returns:
+            `[num_groups, 4]` float64, additive; `from_tensor` reads a row.
+        """
+        ratios, finite = _ratios(log_ratios)
+        kept = torch.where(finite, ratios, 0.0)
+        rows = torch.stack([kept, kept.square(), torch.ones_like(kept), (~finite).double()], dim=1)
+        return rows.new_zeros(num_groups, 4).index_add_(0, group, rows)
+
     def __add__(self, other: "EssSums") -> "EssSums":
         return EssSums(
             self.sum_w + other.sum_w,

@@ -49,9 +49,9 @@ def p3o_loss(stats: TokenStats, trust: TrustStats, config: P3OObjective) -> Loss
     kl = KL_ESTIMATORS[config.kl_estimator](log_ratios)
     return sum_terms(
         stats,
+        config,
         score=-weights * stats.advantages * stats.logprobs,
         kl=_regularizer_weight(trust, config) * kl,
-        entropy_coefficient=config.entropy_coefficient,
         metrics={"p3o/cap_fraction": (ratios > cap).sum()},
     )
 

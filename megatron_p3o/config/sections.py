@@ -3,9 +3,9 @@
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from megatron_p3o.config.objectives import Objective, P3OObjective
+from megatron_p3o.config.objectives import Objective, P3OObjective, ReferenceSection
 from megatron_p3o.config.section import Section
 
 
@@ -165,6 +165,15 @@ class LayoutSection(Section):
         return self.pipeline if self.virtual_pipeline > 1 else 1
 
 
+class DynamicSamplingSection(Section):
+    """DAPO's dynamic sampling (arXiv:2503.14476), with a bound: a group whose rewards are all
+    equal teaches nothing, and gives its place to a fresh prompt."""
+
+    max_rounds: NonNegativeInt = 0
+    """Rounds of replacement per step; 0 turns it off. Groups that are still equal after the last
+    round stay."""
+
+
 class TrainSection(Section):
     steps: PositiveInt
     """Rollout batches; each brings `optimizer_steps_per_rollout` optimizer steps."""
@@ -180,6 +189,7 @@ class TrainSection(Section):
     max_tokens_per_microbatch: PositiveInt | None = None
     """Tokens of a packed microbatch: prompts, responses and padding, over all context ranks.
     Microbatches are balanced by their cost, in which attention is quadratic."""
+    dynamic_sampling: DynamicSamplingSection = DynamicSamplingSection()
     logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose logits exist at once, in fp32: [chunk, vocab / tensor]."""
     scoring: Literal["separate", "fused"] = "separate"
@@ -319,6 +329,7 @@ class RunConfig(Section):
     layout: LayoutSection = LayoutSection()
     optimizer: OptimizerSection = OptimizerSection()
     objective: Objective = P3OObjective()
+    reference: ReferenceSection = ReferenceSection()
     ess: EssSection = EssSection()
     rollout: RolloutSection = RolloutSection()
     sampling: SamplingSection = SamplingSection()
@@ -369,3 +380,35 @@ class RunConfig(Section):
                 f"raise it to {padded} or lower data.max_prompt_tokens or sampling.max_new_tokens"
             )
         return self
+
+    @model_validator(mode="after")
+    def _dynamic_sampling(self) -> "RunConfig":
+        rounds = self.train.dynamic_sampling.max_rounds
+        if rounds and self.objective.advantage == "none":
+            raise ValueError(
+                f"train.dynamic_sampling.max_rounds={rounds} drops groups of equal rewards, which "
+                "do teach with objective.advantage=none; set it to 0 or choose another advantage"
+            )
+        if rounds and self.rollout.engine == "replay":
+            raise ValueError(
+                f"train.dynamic_sampling.max_rounds={rounds} must be 0 with rollout.engine=replay: "
+                "a recording holds the groups that were kept and no prompts to draw; set it to 0"
+            )
+        return self
+
+    @property
+    def reference_path(self) -> str:
+        """Directory of the reference model."""
+        return self.reference.model_path or self.model.path
+
+    def notices(self) -> list[str]:
+        """What is allowed but may not be meant: sentences to be shown before a run starts."""
+        found = []
+        steps = self.train.optimizer_steps_per_rollout
+        if self.objective.name == "p4o" and steps == 1:
+            found.append(
+                "objective.name=p4o with train.optimizer_steps_per_rollout=1: the proximal policy "
+                "is always the present one, so the second anchor never acts and this is p3o; "
+                "raise train.optimizer_steps_per_rollout, or say p3o"
+            )
+        return found

@@ -52,6 +52,8 @@ class Microbatch:
     """Longest sequence of a packed row, padding included, before it is cut."""
     proximal_logprobs: Tensor | None = None
     """[T] float32; None while the present weights are those that first consume the batch."""
+    reference_logprobs: Tensor | None = None
+    """[T] float32, of the frozen reference model; None without a reference KL."""
 
     @property
     def num_tokens(self) -> int:
@@ -68,6 +70,10 @@ class Microbatch:
     def with_proximal(self, proximal_logprobs: Tensor) -> "Microbatch":
         """The same microbatch, carrying the log-probs with which it was first consumed."""
         return replace(self, proximal_logprobs=proximal_logprobs)
+
+    def with_reference(self, reference_logprobs: Tensor) -> "Microbatch":
+        """The same microbatch, carrying the reference model's log-probs."""
+        return replace(self, reference_logprobs=reference_logprobs)
 
     def locate_token(self, index: int) -> tuple[str, int]:
         """(sample name, response position) of entry `index` of the [T] tensors."""

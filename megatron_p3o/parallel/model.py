@@ -35,13 +35,29 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class PolicyModel:
-    """This rank's part of the model: its chunks, each under Megatron's DistributedDataParallel."""
+    """This rank's part of the model: its chunks, each under Megatron's DistributedDataParallel.
+
+    The chunks of a frozen model are bare.
+    """
 
     def __init__(
-        self, modules: Sequence[GPTModel], context: ParallelContext, config: RunConfig
+        self,
+        modules: Sequence[GPTModel],
+        context: ParallelContext,
+        config: RunConfig,
+        *,
+        frozen: bool = False,
     ) -> None:
         self.modules = tuple(modules)
         self.config: TransformerConfig = modules[0].config
+        num_experts = self.config.num_moe_experts or 0
+        self._first_expert = (
+            context.expert_coordinates.expert * num_experts // context.layout.expert
+        )
+        self.chunks: list[Any]
+        if frozen:  # no gradients, so no buffers for them either
+            self.chunks = [module.requires_grad_(False) for module in modules]
+            return
         self.chunks = [
             DistributedDataParallel(
                 config=self.config,
@@ -58,13 +74,9 @@ class PolicyModel:
         self.config.finalize_model_grads_func = megatron_finalize_model_grads
         no_sync = [chunk.no_sync for chunk in self.chunks]
         self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
-        num_experts = self.config.num_moe_experts or 0
-        self._first_expert = (
-            context.expert_coordinates.expert * num_experts // context.layout.expert
-        )
 
     @property
-    def wrapped(self) -> DistributedDataParallel:
+    def wrapped(self) -> Any:
         """The only chunk of a rank without a virtual pipeline."""
         (chunk,) = self.chunks
         return chunk
@@ -93,9 +105,15 @@ class PolicyModel:
 
 
 def build_model(
-    architecture: ModelArchitecture, context: ParallelContext, config: RunConfig
+    architecture: ModelArchitecture,
+    context: ParallelContext,
+    config: RunConfig,
+    *,
+    frozen: bool = False,
 ) -> PolicyModel:
     """Build this rank's part; parameters are uninitialised until weights are loaded.
+
+    A frozen model only scores: it has no gradient buffers and cannot be trained.
 
     Raises:
         ConfigurationError: the device has no attention kernel for the configuration.
@@ -109,7 +127,7 @@ def build_model(
         _build_chunk(architecture, context, transformer_config, index)
         for index in range(num_chunks)
     ]
-    return PolicyModel(modules, context, config)
+    return PolicyModel(modules, context, config, frozen=frozen)
 
 
 def _build_chunk(

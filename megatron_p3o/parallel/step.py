@@ -66,15 +66,21 @@ class StepRunner:
         """Records the passes of `score` and `forward`."""
         self._schedule = get_forward_backward_func()
 
-    def score(self, microbatches: Sequence[Microbatch]) -> list[MicrobatchScore]:
+    def score(
+        self, microbatches: Sequence[Microbatch], *, with_entropy: bool = True
+    ) -> list[MicrobatchScore]:
         """Log-probs and entropy of every response token under the present weights.
+
+        Without `with_entropy` the entropy is zeros.
 
         Returns:
             One entry per microbatch on the last pipeline stage; an empty list elsewhere.
         """
 
         def read(index: int, hidden: Tensor, non_loss_data: bool) -> MicrobatchScore:
-            logprobs, entropy = self._logprobs(hidden, microbatches[index], with_entropy=True)
+            logprobs, entropy = self._logprobs(
+                hidden, microbatches[index], with_entropy=with_entropy
+            )
             return MicrobatchScore(logprobs=logprobs, entropy=entropy)
 
         with torch.no_grad(), self.routers.recording():
@@ -205,6 +211,7 @@ def _token_stats(microbatch: Microbatch, score: MicrobatchScore) -> TokenStats:
         token_weights=microbatch.token_weights,
         proximal_logprobs=microbatch.proximal(score.logprobs),
         entropy=score.entropy,
+        reference_logprobs=microbatch.reference_logprobs,
     )
 
 

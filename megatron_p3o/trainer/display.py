@@ -14,6 +14,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 from megatron_p3o.config import RunConfig
 from megatron_p3o.run_dir import RunDir
@@ -60,8 +61,9 @@ class ConsoleDisplay:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._console.print(_step_line(step, metrics, self._config.train.steps))
-        for alarm in alarms(metrics, self._config):
-            self._console.print(f"[yellow]step {step}: {alarm}[/yellow]")
+        found = alarms(metrics, self._config)
+        if found:
+            self._console.print(Text(f"step {step}: alarm: {'; '.join(found)}", style="yellow"))
         self._progress.advance(self._task)
 
     def close(self) -> None:
@@ -69,7 +71,10 @@ class ConsoleDisplay:
 
 
 def alarms(metrics: Mapping[str, float], config: RunConfig) -> list[str]:
-    """Readable warnings: the mean ratio or the ESS left its configured band."""
+    """Readable warnings: the mean ratio or the ESS left its configured band.
+
+    They make the step's alarm line on the display, and `alarm` in its line of metrics.jsonl.
+    """
     found = []
     low, high = config.ess.mean_ratio_band
     if not low <= metrics["ratio/mean"] <= high:

@@ -6,15 +6,17 @@ position), so the sharing does not change the samples.
 """
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from megatron_p3o.algorithms import group_advantages, token_weights
-from megatron_p3o.config import RunConfig
+from megatron_p3o.algorithms import group_advantages, overlong_penalty, token_weights
+from megatron_p3o.config import DAPOObjective, RunConfig
 from megatron_p3o.data import (
+    DrawnPrompt,
     PromptCursor,
     PromptEncoder,
     PromptSet,
@@ -27,11 +29,20 @@ from megatron_p3o.rollout import Generation, GenerationRequest, ReplayRollouts, 
 from megatron_p3o.types import Sample, SampleGroup, ScoredSample
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Collected:
+    """A step's groups, rewarded, the same on every rank."""
+
+    groups: tuple[SampleGroup, ...]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the groups alone do not tell: which were drawn and dropped."""
+
+
 class RolloutSource(Protocol):
     """Where a step's groups come from."""
 
-    def collect(self, step: int) -> tuple[SampleGroup, ...]:
-        """All groups of the step, rewarded, the same on every rank. Collective."""
+    def collect(self, step: int) -> Collected:
+        """All groups of the step. Collective."""
         ...
 
     def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -71,9 +82,32 @@ class GeneratedRollouts:
         for item in prompts[context.rank :: context.layout.world_size]:
             self._encoder.encode(item)
 
-    def collect(self, step: int) -> tuple[SampleGroup, ...]:
-        """Raises: RewardError, on every rank, when more rewards fail than are tolerated."""
-        drawn = self._cursor.take(self._config.train.prompts_per_step)
+    def collect(self, step: int) -> Collected:
+        """Draw, generate, reward; with dynamic sampling, replace groups of equal rewards.
+
+        Which groups are replaced follows from the rewards, which all ranks hold, so all draw the
+        same prompts. The draws are the cursor's next ones: a resumed run goes on after them.
+
+        Raises:
+            RewardError: on every rank, when more rewards fail than are tolerated.
+        """
+        max_rounds = self._config.train.dynamic_sampling.max_rounds
+        groups = self._generate(self._cursor.take(self._config.train.prompts_per_step), step)
+        generated = [*groups]
+        self._check_rewards(generated)
+        rounds = 0
+        while rounds < max_rounds and (flat := [i for i, g in enumerate(groups) if is_flat(g)]):
+            rounds += 1
+            fresh = self._generate(self._cursor.take(len(flat)), step)
+            generated += fresh
+            self._check_rewards(generated)
+            for place, group in zip(flat, fresh, strict=True):
+                groups[place] = group
+        metrics = _replacement_metrics(generated, groups, rounds) if max_rounds else {}
+        return Collected(groups=tuple(groups), metrics=metrics)
+
+    def _generate(self, drawn: Sequence[DrawnPrompt], step: int) -> list[SampleGroup]:
+        """Rewarded groups of the drawn prompts, in their order, on every rank. Collective."""
         mine = drawn[self._context.rank :: self._context.layout.world_size]
         requests = [
             GenerationRequest(
@@ -103,15 +137,17 @@ class GeneratedRollouts:
             for g, text, result in zip(generations, texts, rewards, strict=True)
         ]
         everyone = [s for share in self._context.gather_objects(samples) for s in share]
-        groups = _group([prompt.key for prompt in drawn], everyone)
-        failed = [s for s in everyone if s.reward is None]
+        return _group([prompt.key for prompt in drawn], everyone)
+
+    def _check_rewards(self, groups: Sequence[SampleGroup]) -> None:
+        samples = [sample for group in groups for sample in group.samples]
+        failed = [sample for sample in samples if sample.reward is None]
         check_failures(
             len(failed),
-            len(everyone),
+            len(samples),
             self._config.data.reward,
             f"sample {failed[0].name}: {failed[0].reward_error}" if failed else None,
         )
-        return groups
 
     def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         self._engine.update_weights(weights, version)
@@ -133,8 +169,8 @@ class RecordedRollouts:
     def __init__(self, recording: ReplayRollouts) -> None:
         self._recording = recording
 
-    def collect(self, step: int) -> tuple[SampleGroup, ...]:
-        return self._recording.groups(step)
+    def collect(self, step: int) -> Collected:
+        return Collected(groups=self._recording.groups(step))
 
     def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         pass
@@ -154,18 +190,23 @@ def score_groups(groups: Sequence[SampleGroup], config: RunConfig) -> list[Score
 
     Samples without a reward are left out.
     """
+    objective = config.objective
     scored = []
     for group in groups:
-        advantages = group_advantages(
-            [sample.reward for sample in group.samples], config.objective.advantage
-        )
+        rewards = [
+            None if sample.reward is None else sample.reward + _overlong_penalty(sample, config)
+            for sample in group.samples
+        ]
+        advantages = group_advantages(rewards, objective.advantage)
         scored += [
             (sample, advantage)
             for sample, advantage in zip(group.samples, advantages, strict=True)
             if advantage is not None
         ]
     weights = token_weights(
-        [sample.num_response_tokens for sample, _ in scored], config.objective.normalization
+        [sample.num_response_tokens for sample, _ in scored],
+        objective.normalization,
+        constant_length=objective.normalization_length or config.sampling.max_new_tokens,
     )
     return [
         ScoredSample(sample=sample, advantage=advantage, token_weight=weight)
@@ -179,16 +220,28 @@ def split_groups(groups: Sequence[SampleGroup], parts: int) -> list[Sequence[Sam
     return [groups[start : start + size] for start in range(0, len(groups), size)]
 
 
+def is_flat(group: SampleGroup) -> bool:
+    """Whether the rewards that are there are all equal, so that every advantage is 0."""
+    return len({s.reward for s in group.samples if s.reward is not None}) <= 1
+
+
 def batch_metrics(
-    groups: Sequence[SampleGroup], advantages: Sequence[float], weight_version: int
+    groups: Sequence[SampleGroup],
+    advantages: Sequence[float],
+    weight_version: int,
+    config: RunConfig,
 ) -> dict[str, float]:
     """What the samples alone say of a rollout batch."""
     samples = [sample for group in groups for sample in group.samples]
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     lengths = [sample.num_response_tokens for sample in samples]
     lags = [weight_version - sample.weight_version_min for sample in samples]
-    flat_groups = [g for g in groups if len({sample.reward for sample in g.samples}) == 1]
+    penalties = {}
+    if isinstance(config.objective, DAPOObjective):
+        values = [_overlong_penalty(sample, config) for sample in samples]
+        penalties = {"reward/overlong_penalty_mean": statistics.fmean(values)}
     return {
+        **penalties,
         "reward/mean": statistics.fmean(rewards),
         "reward/std": statistics.pstdev(rewards),
         "reward/failed_fraction": 1 - len(rewards) / len(samples),
@@ -196,7 +249,7 @@ def batch_metrics(
         "response/truncated_fraction": statistics.fmean(
             sample.finish_reason == "length" for sample in samples
         ),
-        "advantage/zero_variance_fraction": len(flat_groups) / len(groups),
+        "advantage/zero_variance_fraction": sum(map(is_flat, groups)) / len(groups),
         "advantage/abs_mean": statistics.fmean(map(abs, advantages)),
         "staleness/mean": statistics.fmean(lags),
         "staleness/max": float(max(lags)),
@@ -219,13 +272,44 @@ def _sample(generation: Generation, prompt_ids: tuple[int, ...], prompt: str, te
     )
 
 
-def _group(order: Sequence[str], samples: Sequence[Sample]) -> tuple[SampleGroup, ...]:
+def _overlong_penalty(sample: Sample, config: RunConfig) -> float:
+    """What DAPO adds to the reward; 0 for the other objectives."""
+    if not isinstance(config.objective, DAPOObjective):
+        return 0.0
+    max_length = config.sampling.max_new_tokens
+    return overlong_penalty(
+        sample.num_response_tokens,
+        max_length=max_length,
+        buffer=config.objective.overlong_buffer_fraction * max_length,
+    )
+
+
+def _replacement_metrics(
+    generated: Sequence[SampleGroup], kept: Sequence[SampleGroup], rounds: int
+) -> dict[str, float]:
+    """What dynamic sampling did; `generated` holds the kept groups too."""
+    kept_ids = {group.prompt_id for group in kept}
+    dropped = [group for group in generated if group.prompt_id not in kept_ids]
+    rewards = [s.reward for group in dropped for s in group.samples if s.reward is not None]
+    return {
+        "dynamic_sampling/rounds": float(rounds),
+        "dynamic_sampling/dropped_groups": float(len(dropped)),
+        "dynamic_sampling/dropped_fraction": len(dropped) / len(generated),
+        "dynamic_sampling/dropped_tokens": float(
+            sum(s.num_response_tokens for group in dropped for s in group.samples)
+        ),
+        # Says whether prompts were too hard or too easy; 0 where nothing was dropped.
+        "dynamic_sampling/dropped_reward_mean": statistics.fmean(rewards) if rewards else 0.0,
+    }
+
+
+def _group(order: Sequence[str], samples: Sequence[Sample]) -> list[SampleGroup]:
     by_prompt: dict[str, list[Sample]] = {prompt_id: [] for prompt_id in order}
     for sample in samples:
         by_prompt[sample.prompt_id].append(sample)
-    return tuple(
+    return [
         SampleGroup(
             prompt_id=prompt_id, samples=tuple(sorted(members, key=lambda s: s.sample_index))
         )
         for prompt_id, members in by_prompt.items()
-    )
+    ]

@@ -17,7 +17,7 @@ from megatron_p3o.parallel.batching import Microbatch
 from megatron_p3o.parallel.checkpoint import CheckpointStore
 from megatron_p3o.parallel.step import MicrobatchScore
 from megatron_p3o.rollout import SampleRecorder
-from megatron_p3o.trainer.display import Display
+from megatron_p3o.trainer.display import Display, alarms
 from megatron_p3o.trainer.experience import (
     RolloutSource,
     batch_metrics,
@@ -59,7 +59,8 @@ def train(
         timer = StepTimer()
         version = policy.weight_version
         with timer.phase("rollout"):
-            groups = rollouts.collect(step)
+            collected = rollouts.collect(step)
+        groups = collected.groups
         batches = [
             score_groups(part, config)
             for part in split_groups(groups, config.train.optimizer_steps_per_rollout)
@@ -69,11 +70,12 @@ def train(
             rollouts.publish(policy.named_tensors(), policy.weight_version)
         metrics = {
             "weight_version": version,
-            **batch_metrics(groups, [s.advantage for b in batches for s in b], version),
+            **batch_metrics(groups, [s.advantage for b in batches for s in b], version, config),
+            **collected.metrics,
             **combine(updates),
             **timer.metrics(),
         }
-        _record(observers, step, groups, batches, metrics)
+        _record(observers, config, step, groups, batches, metrics)
         if _checkpoint_due(config, step + 1):
             state = {
                 "step": step + 1,
@@ -89,8 +91,8 @@ def _optimize(
 ) -> list[dict[str, Metric]]:
     """All optimizer steps of one rollout batch; metrics of each."""
     fused = policy.config.train.scoring == "fused"
-    first, *later = [policy.microbatches(batch) for batch in batches]
     with timer.phase("score"):
+        first, *later = [policy.with_reference(policy.microbatches(batch)) for batch in batches]
         # The weights that first consume the batch give every token its proximal log-prob; for the
         # first optimizer step those are the present weights, for later ones they are remembered.
         later = [_with_proximal(m, policy.score(m)) for m in later]
@@ -120,6 +122,7 @@ def _with_proximal(
 
 def _record(
     observers: Observers,
+    config: RunConfig,
     step: int,
     groups: Sequence[SampleGroup],
     batches: Sequence[Sequence[ScoredSample]],
@@ -131,8 +134,12 @@ def _record(
             step,
             [(s, advantages.get(s.name)) for group in groups for s in group.samples],
         )
+    found = alarms(metrics, config)
+    line: dict[str, float | str] = {**metrics}
+    if found:
+        line["alarm"] = "; ".join(found)
     for sink in observers.sinks:
-        sink.write(step, metrics)
+        sink.write(step, line)
     observers.display.step(step, metrics)
 
 

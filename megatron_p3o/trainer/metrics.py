@@ -43,17 +43,19 @@ _COMBINE: Mapping[Over, Callable[[Sequence[float]], float]] = {
 
 
 def combine(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
-    """One value per name from the metrics of every optimizer step; all have the same names."""
+    """One value per name from the metrics of every optimizer step, over the steps that have it."""
+    named = {name: metric.over for update in updates for name, metric in update.items()}
     return {
-        name: _COMBINE[metric.over]([update[name].value for update in updates])
-        for name, metric in updates[0].items()
+        name: _COMBINE[over]([update[name].value for update in updates if name in update])
+        for name, over in named.items()
     }
 
 
 class MetricSink(Protocol):
-    """Takes the metrics of each finished step, on rank 0."""
+    """Takes the metrics of each finished step, on rank 0. All are numbers but `alarm`, a text
+    that is there when something left its band."""
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def write(self, step: int, metrics: Mapping[str, float | str]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -73,7 +75,7 @@ class JsonlSink:
         self._file.writelines(json.dumps(line) + "\n" for line in kept)
         self._file.flush()
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, metrics: Mapping[str, float | str]) -> None:
         self._file.write(json.dumps({"step": step, **metrics}) + "\n")
         self._file.flush()
 
@@ -90,9 +92,12 @@ class TensorBoardSink:
         # purge_step hides what an interrupted run logged after its last checkpoint.
         self._writer = SummaryWriter(str(directory), purge_step=first_step)
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, metrics: Mapping[str, float | str]) -> None:
         for name, value in metrics.items():
-            self._writer.add_scalar(name, value, global_step=step)
+            if isinstance(value, str):
+                self._writer.add_text(name, value, global_step=step)
+            else:
+                self._writer.add_scalar(name, value, global_step=step)
         self._writer.flush()
 
     def close(self) -> None:

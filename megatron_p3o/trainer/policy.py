@@ -1,12 +1,12 @@
 """The policy under training: score a batch, decide how far to trust it, step, hand out weights."""
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from megatron_p3o.algorithms import LOSSES, TrustStats
+from megatron_p3o.algorithms import TrustStats, required_inputs, total_loss
 from megatron_p3o.architecture import ModelArchitecture
 from megatron_p3o.config import RunConfig
 from megatron_p3o.parallel.batching import Microbatch, PackingPlan, make_microbatches
@@ -23,56 +23,57 @@ from megatron_p3o.parallel.step import (
     MicrobatchScore,
     StepRunner,
 )
+from megatron_p3o.trainer.loading import load_model_dir
 from megatron_p3o.trainer.metrics import Metric, Over
+from megatron_p3o.trainer.reference import ReferenceModel
 from megatron_p3o.trainer.trust import StepTrust, measure_trust
 from megatron_p3o.types import LossOutput, ScoredSample, TokenStats
-from megatron_p3o.weights import (
-    HfReader,
-    TensorShard,
-    hf_tensors,
-    load_hf_weights,
-    rows_by_megatron_name,
-)
+from megatron_p3o.weights import hf_tensors, rows_by_megatron_name
 
 
 class Policy:
     """Megatron model, optimizer and the weight version they hold. Every method is collective."""
 
     def __init__(
-        self, config: RunConfig, architecture: ModelArchitecture, context: ParallelContext
+        self,
+        config: RunConfig,
+        architecture: ModelArchitecture,
+        context: ParallelContext,
+        reference_architecture: ModelArchitecture | None = None,
     ) -> None:
-        """Build this rank's part and load the model directory's weights into it."""
+        """Build this rank's part and load the model directory's weights into it.
+
+        Args:
+            config: of the run.
+            architecture: of the model directory.
+            context: where this rank stands.
+            reference_architecture: of the reference model; None: the policy's own.
+        """
         self.config = config
         self.context = context
         self.weight_version = 0
         """Optimizer steps that the present weights have seen."""
         self.model = build_model(architecture, context, config)
         self._architecture = architecture
-        with HfReader(Path(config.model.path)) as reader:
-            load_hf_weights(
-                reader,
-                architecture,
-                dict(self.model.named_parameters()),
-                dense=TensorShard(context.coordinates.tensor, context.layout.tensor),
-                expert=TensorShard(
-                    context.expert_coordinates.expert_tensor, context.layout.expert_tensor
-                ),
-            )
+        load_model_dir(self.model, config.model.path, architecture, context)
         # After loading: the optimizer copies the weights into its fp32 main parameters.
         self.optimizer = PolicyOptimizer(
             self.model,
             config.optimizer,
             total_steps=config.train.steps * config.train.optimizer_steps_per_rollout,
         )
-        self._runner = StepRunner(
-            self.model,
-            context,
-            HeadOptions(
-                temperature=config.sampling.temperature,
-                vocab_size=architecture.vocab_size,
-                chunk_tokens=config.train.logprob_chunk_tokens,
-            ),
+        head = HeadOptions(
+            temperature=config.sampling.temperature,
+            vocab_size=architecture.vocab_size,
+            chunk_tokens=config.train.logprob_chunk_tokens,
         )
+        self._runner = StepRunner(self.model, context, head)
+        self._inputs = required_inputs(config.objective, config.reference)
+        self._reference: ReferenceModel | None = None
+        if "reference" in self._inputs:
+            self._reference = ReferenceModel(
+                config, reference_architecture or architecture, context, head
+            )
         # Keyed by the tables' own spelling, which folds the copy of a tied embedding onto it.
         rows = rows_by_megatron_name(architecture)
         self._gather = ShardGatherer(
@@ -82,10 +83,14 @@ class Policy:
         )
 
     def microbatches(self, samples: Sequence[ScoredSample]) -> list[Microbatch]:
-        """This rank's share of an optimizer step's samples."""
+        """This rank's share of an optimizer step's samples, before the rollout batch is used."""
         max_tokens = self.config.train.max_tokens_per_microbatch
+        placed = [
+            replace(s, sequence=place, lag=self.weight_version - s.sample.weight_version_min)
+            for place, s in enumerate(samples)
+        ]
         return make_microbatches(
-            samples,
+            placed,
             microbatch_size=self.config.train.microbatch_size,
             data_rank=self.context.coordinates.data,
             data_size=self.context.layout.data,
@@ -101,6 +106,10 @@ class Policy:
             count_multiple=self.config.layout.microbatch_multiple,
         )
 
+    def with_reference(self, microbatches: list[Microbatch]) -> list[Microbatch]:
+        """The microbatches with the reference model's log-probs, where the loss takes them."""
+        return microbatches if self._reference is None else self._reference.attach(microbatches)
+
     def score(self, microbatches: Sequence[Microbatch]) -> list[MicrobatchScore]:
         """One forward pass without gradient; see `StepRunner.score`."""
         return self._runner.score(microbatches)
@@ -115,6 +124,7 @@ class Policy:
             self.context,
             self.config.ess,
             weight_version=self.weight_version,
+            with_sequences="sequences" in self._inputs,
         )
 
     def update(self, microbatches: Sequence[Microbatch], trust: StepTrust) -> dict[str, Metric]:
@@ -122,7 +132,7 @@ class Policy:
         results = self._runner.train(
             microbatches,
             self._loss(trust),
-            with_entropy=self.config.objective.entropy_coefficient > 0,
+            with_entropy="entropy" in self._inputs,
         )
         return self._step(results, trust)
 
@@ -138,13 +148,14 @@ class Policy:
         return hf_tensors(self._architecture, self._gather)
 
     def _loss(self, trust: StepTrust) -> MicrobatchLoss:
-        objective = self.config.objective
-        loss = LOSSES[objective.name]
-
         def microbatch_loss(index: int, stats: TokenStats) -> LossOutput:
-            return loss(stats, trust.per_microbatch[index], objective)
+            stats = replace(stats, sequences=trust.sequences[index])
+            return self._total_loss(stats, trust.per_microbatch[index])
 
         return microbatch_loss
+
+    def _total_loss(self, stats: TokenStats, trust: TrustStats) -> LossOutput:
+        return total_loss(stats, trust, self.config.objective, self.config.reference)
 
     def _step(self, results: Sequence[MicrobatchResult], trust: StepTrust) -> dict[str, Metric]:
         outcome = self.optimizer.step()
@@ -173,9 +184,8 @@ class Policy:
         self, results: Sequence[MicrobatchResult], whole: TrustStats
     ) -> dict[str, Metric]:
         """Means over the step's tokens of the loss and its parts, on every rank."""
-        objective = self.config.objective
         # A loss names its metrics even without tokens, so stages without results know them too.
-        empty = LOSSES[objective.name](TokenStats.empty(), whole, objective)
+        empty = self._total_loss(TokenStats.empty(), whole)
         names = ("loss/total", *empty.metrics)
         sums = torch.zeros(len(names), dtype=torch.float64)
         for result in results:

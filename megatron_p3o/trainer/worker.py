@@ -40,7 +40,7 @@ def run_rank(config: RunConfig, *, resume: bool) -> None:
     with _joined(layout, config) as context, ExitStack() as cleanup:
         rollouts = _rollout_source(config, inputs, context)
         cleanup.callback(rollouts.close)
-        policy = Policy(config, inputs.architecture, context)
+        policy = Policy(config, inputs.architecture, context, inputs.reference_architecture)
         checkpoints = CheckpointStore(run_dir, context, keep=config.checkpoint.keep)
         first_step = 0
         if inputs.resume_from is not None:
@@ -126,6 +126,8 @@ def _observers(
         return Observers(sinks=(), recorder=None, display=SilentDisplay())
     run_dir.root.mkdir(parents=True, exist_ok=True)
     replace_text(run_dir.config, to_yaml(config))
+    for notice in config.notices():
+        print(f"warning: {notice}")
     sinks: list[MetricSink] = [JsonlSink(run_dir.metrics, first_step=first_step)]
     if config.run.tensorboard:
         sinks.append(TensorBoardSink(run_dir.tensorboard, first_step=first_step))

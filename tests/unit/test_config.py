@@ -23,6 +23,7 @@ from megatron_p3o.config import (
     parse_overrides,
     to_yaml,
 )
+from megatron_p3o.config.objectives import OBJECTIVE_NAMES
 from megatron_p3o.errors import ConfigurationError
 
 MINIMAL: Mapping[str, Any] = {
@@ -244,6 +245,18 @@ def test_wrong_values_are_refused_with_field_value_and_rule(
             {"objective": {"name": "p3o", "regularizer_constant": 0.1}},
             ["objective.regularizer_constant=0.1", "adaptive", "set both or neither"],
         ),
+        (
+            {"objective": {"name": "grpo", "normalization_length": 9}},
+            ["objective.normalization_length=9", "constant_length", "got token_mean", "remove"],
+        ),
+        (
+            {"objective": {"name": "p3o", "correction": {"mode": "mask", "high": 2.0}}},
+            ["objective.correction.mode=mask", "objective.name=p3o", "reject"],
+        ),
+        (
+            {"reference.model_path": "models/r"},
+            ["reference.model_path='models/r'", "reference.kl_coefficient=0", "remove"],
+        ),
     ],
 )
 def test_contradictions_are_refused_with_a_remedy(
@@ -264,6 +277,22 @@ def test_a_group_of_one_is_fine_without_group_advantages() -> None:
         )
     )
     assert config.train.samples_per_prompt == 1
+
+
+def test_p4o_with_one_optimizer_step_is_allowed_but_said() -> None:
+    def notices(name: str, steps: int) -> list[str]:
+        changes = {"objective.name": name, "train.optimizer_steps_per_rollout": steps}
+        return parse_config(tree_with(changes)).notices()
+
+    (notice,) = notices("p4o", 1)
+    assert "objective.name=p4o" in notice and "this is p3o" in notice
+    assert notices("p4o", 2) == notices("p3o", 1) == []
+
+
+def test_the_reference_is_the_initial_model_unless_named() -> None:
+    assert parse_config(tree_with({"reference.kl_coefficient": 0.1})).reference_path == "models/m"
+    named = {"reference": {"kl_coefficient": 0.1, "model_path": "models/r"}}
+    assert parse_config(tree_with(named)).reference_path == "models/r"
 
 
 def test_every_offending_field_is_named_at_once() -> None:
@@ -360,10 +389,12 @@ FULL: Mapping[str, Any] = {
     "data.generator_args": {"operations": ["+", "-"], "max_operand": 99, "template": "{a}{op}{b}="},
     "data.system_prompt": "Answer: yes",
     "ess.mean_ratio_band": [0.5, 2],
+    "reference": {"kl_coefficient": 0.01, "kl_estimator": "k2", "model_path": "models/r"},
+    "train.dynamic_sampling.max_rounds": 3,
 }
 
 
-@pytest.mark.parametrize("changes", [{}, FULL, {"objective.name": "grpo"}])
+@pytest.mark.parametrize("changes", [{}, FULL, *({"objective.name": n} for n in OBJECTIVE_NAMES)])
 def test_yaml_round_trip(tmp_path: Path, changes: dict[str, Any]) -> None:
     config = parse_config(tree_with(changes))
     path = tmp_path / "config.yaml"
@@ -396,7 +427,7 @@ def test_the_schema_is_json_and_describes_fields() -> None:
         in (sections["SamplingSection"]["properties"]["temperature"]["description"])
     )
     names = schema["properties"]["objective"]["discriminator"]["mapping"]
-    assert names.keys() == {"p3o", "reinforce", "grpo"}
+    assert set(names) == set(OBJECTIVE_NAMES)
 
 
 def test_infinite_numbers_and_empty_paths_are_refused() -> None:
@@ -416,6 +447,6 @@ def test_text_that_looks_like_a_number_stays_text_in_quotes(file: Path) -> None:
 def test_the_objective_is_p3o_unless_named(file: Path) -> None:
     config = load_config(file, ["--objective.cap", "none"])
     assert config.objective.name == "p3o" and config.objective.cap == "none"
-    message = r"objective\.name='ppo' must be one of p3o, reinforce, grpo"
+    message = r"objective\.name='ppo' must be one of p3o, p4o, reinforce, rloo, grpo"
     with pytest.raises(ConfigurationError, match=message):
         load_config(file, ["--objective.name", "ppo"])

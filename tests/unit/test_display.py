@@ -78,7 +78,7 @@ def test_a_step_is_one_plain_line_and_its_alarms_follow(capsys: pytest.CaptureFi
         "(rollout 0.5 score 0.5 train 0.5 sync 0.5)"
     )
     assert lines[1].startswith("step  4/12")
-    assert lines[2].startswith("step 3: mean ratio 2.000 outside ess.mean_ratio_band")
+    assert lines[2].startswith("step 3: alarm: mean ratio 2.000 outside ess.mean_ratio_band")
     assert len(lines) == 3
 
 

@@ -78,6 +78,17 @@ def test_sums_add_over_any_split(log_ratios: list[float], data: st.DataObject) -
     assert merged.mean_ratio == pytest.approx(whole.mean_ratio, rel=1e-12)
 
 
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.floats(-30, 30) | st.just(math.nan)), max_size=30))
+def test_sums_by_group_are_those_of_each_group(tokens: list[tuple[int, float]]) -> None:
+    log_ratios = torch.tensor([x for _, x in tokens], dtype=torch.float64)
+    group = torch.tensor([g for g, _ in tokens], dtype=torch.int64)
+    rows = EssSums.by_group(log_ratios, group, 4)
+    for index, row in enumerate(rows):
+        want = EssSums.from_log_ratios(log_ratios[group == index]).to_tensor()
+        assert row.tolist() == pytest.approx(want.tolist(), rel=1e-12)
+
+
 def test_split_depends_on_merging_sums_and_not_ess() -> None:
     first, second = sums_of(0.0, 0.0), sums_of(2.0, 2.0)
     assert [first.ess, second.ess] == pytest.approx([1.0, 1.0])

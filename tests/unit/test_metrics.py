@@ -37,6 +37,27 @@ def test_each_metric_combines_as_it_says() -> None:
     }
 
 
+def test_a_metric_combines_over_the_steps_that_have_it() -> None:
+    updates = [{"a": Metric(1.0), "b": Metric(4.0)}, {"a": Metric(3.0), "c": Metric(5.0)}]
+    assert combine(updates) == {"a": 2.0, "b": 4.0, "c": 5.0}
+
+
+def test_the_alarm_is_text_in_every_sink(tmp_path: Path) -> None:
+    sinks = [
+        JsonlSink(tmp_path / "metrics.jsonl", first_step=0),
+        TensorBoardSink(tmp_path / "tensorboard", first_step=0),
+    ]
+    for sink in sinks:
+        sink.write(0, {"ess/step": 0.1, "alarm": "ESS is low"})
+        sink.close()
+    (record,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert record == {"step": 0, "ess/step": 0.1, "alarm": "ESS is low"}
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (event,) = events.Tensors("alarm/text_summary")
+    assert event.tensor_proto.string_val == [b"ESS is low"]
+
+
 def test_floats_survive_the_file(tmp_path: Path) -> None:
     sink = JsonlSink(tmp_path / "metrics.jsonl", first_step=0)
     sink.write(0, {"loss/total": 0.1 + 0.2})
