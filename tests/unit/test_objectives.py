@@ -58,7 +58,7 @@ CONFIGS: Mapping[str, ObjectiveBase] = {
     "dr_grpo": DrGRPOObjective(normalization_length=LENGTH),
     "gspo": GSPOObjective(clip_low=0.1, clip_high=0.2),
     "cispo": CISPOObjective(clip_high=1.5),
-    "sapo": SAPOObjective(tau_positive=1.5, tau_negative=2.5),
+    "sapo": SAPOObjective(tau_positive=1.5, tau_negative=2.3),
     "ppo_decoupled": PPODecoupledObjective(behavior_weight_cap=1.3),
 }
 
@@ -244,7 +244,7 @@ def cispo_oracle(data: Sequences) -> Oracle:
 def sapo_oracle(data: Sequences) -> Oracle:
     def term(p: np.ndarray, b: np.ndarray, _: np.ndarray, a: float) -> Terms:
         r = np.exp(p - b)
-        tau = 1.5 if a > 0 else 2.5
+        tau = 1.5 if a > 0 else 2.3
         soft = 1 / (1 + np.exp(-tau * (r - 1)))
         return -4 / tau * soft * a, -4 * soft * (1 - soft) * r * a
 
