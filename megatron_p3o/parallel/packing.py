@@ -25,13 +25,18 @@ class SequenceCost:
         """From the model's multiplications per layer.
 
         Per token, weights: query and output (2 x hidden x query channels), key and value
-        (2 x hidden x key channels), gated MLP (3 x hidden x ffn). Causal attention of S tokens:
-        scores and their product with values, half of 2 x S^2 x query channels.
+        (2 x hidden x key channels), gated MLP (3 x hidden x ffn; the chosen experts' together, and
+        the mean over layers that differ). Causal attention of S tokens: scores and their product
+        with values, half of 2 x S^2 x query channels.
         """
         a = architecture
         query_channels = a.num_attention_heads * a.head_dim
         key_channels = a.num_key_value_heads * a.head_dim
-        weights = a.hidden_size * (2 * query_channels + 2 * key_channels + 3 * a.ffn_hidden_size)
+        ffn: float = a.ffn_hidden_size
+        if a.moe is not None:
+            chosen = a.moe.experts_per_token * a.moe.ffn_hidden_size
+            ffn += (chosen - ffn) * len(a.moe.layers) / a.num_layers
+        weights = a.hidden_size * (2 * query_channels + 2 * key_channels + 3 * ffn)
         return cls(crossover=weights / query_channels)
 
     def __call__(self, length: int) -> float:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_p3o.architecture import ModelArchitecture
+from megatron_p3o.architecture import ModelArchitecture, MoeArchitecture
 from megatron_p3o.parallel.packing import SequenceCost, pack
 
 LINEAR = SequenceCost(crossover=math.inf)
@@ -40,6 +40,19 @@ def test_attention_weighs_in_as_the_model_says() -> None:
     assert cost.crossover == 44
     assert cost(44) == 88
     assert SequenceCost.of(replace(ARCHITECTURE, ffn_hidden_size=21)).crossover > 44
+
+
+def test_experts_cost_what_a_token_uses_of_them() -> None:
+    moe = MoeArchitecture(
+        num_experts=16,
+        experts_per_token=4,
+        ffn_hidden_size=7,
+        normalize_topk=True,
+        layers=(0, 2),
+    )
+    every_other = SequenceCost.of(replace(ARCHITECTURE, num_layers=4, moe=moe))
+    # Half the layers use 4 x 7 channels and half 10: 19 on average.
+    assert every_other.crossover == 8 * (2 * 12 + 2 * 6 + 3 * 19) / 12
 
 
 def test_packs_by_hand() -> None:
