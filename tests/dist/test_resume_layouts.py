@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,14 @@ from megatron_p3o.parallel.layout import ParallelLayout
 from megatron_p3o.parallel.setup import initialize, shut_down
 from megatron_p3o.rollout import ReplayRollouts
 from megatron_p3o.run_dir import RunDir, replace_text
-from megatron_p3o.splitting import check_layout
 from megatron_p3o.trainer.display import SilentDisplay
 from megatron_p3o.trainer.experience import RecordedRollouts
 from megatron_p3o.trainer.loop import Observers, train
 from megatron_p3o.trainer.policy import Policy
 from tests.dist.harness import next_rendezvous, spawn
+from tests.dist.matrix import Kept
 from tests.dist.models import make_model, make_recording, replay_config
-from tests.dist.test_invariance import Kept, Run, assert_same_update, run_all
+from tests.dist.test_invariance import Run, assert_same_update, run_all
 
 STEPS, GROUPS, GROUP_SIZE = 3, 4, 4
 ROUTER = (
@@ -93,18 +92,6 @@ def _config(
     )
 
 
-def _assert_all_equal(
-    ranks: Sequence[Sequence[Run]], configs: Sequence[RunConfig], references: dict[str, Run]
-) -> None:
-    for results in ranks:  # every rank reports the same metrics and weights
-        for config, run in zip(configs, results, strict=True):
-            reference = references[config.model.path]
-            assert_same_update(run, reference, config.layout)
-            for got, want in zip(run[0], reference[0], strict=True):
-                names = [name for name in ROUTER if name in want]
-                assert [got[n] for n in names] == pytest.approx([want[n] for n in names], rel=1e-5)
-
-
 @pytest.fixture(scope="module")
 def references(dense: tuple[Path, Path], moe: tuple[Path, Path]) -> dict[str, Run]:
     """What one rank makes of each recording, by model path."""
@@ -117,48 +104,6 @@ def references(dense: tuple[Path, Path], moe: tuple[Path, Path]) -> dict[str, Ru
     assert first["router/balance_loss"] > 1.0
     assert 0.3 < first["router/entropy_mean"] < 1.38  # log(4) = 1.386
     return {config.model.path: run for config, run in zip(configs, results, strict=True)}
-
-
-def test_layers_are_split_in_every_way(
-    dense: tuple[Path, Path], references: dict[str, Run]
-) -> None:
-    configs = [
-        # Four microbatches, and three that become four; elsewhere two.
-        _config(dense, {"pipeline": 2, "virtual_pipeline": 2}, microbatch_size=5),
-        _config(dense, {"pipeline": 2, "virtual_pipeline": 2}, microbatch_size=6),
-        _config(dense, {"pipeline": 2, "first_stage_layers": 1}),
-        _config(dense, {"pipeline": 2, "account_for_embedding": True, "account_for_loss": True}),
-        _config(dense, SEQUENCE),
-        _config(dense, {"data": 2}, distributed=False),
-        _config(dense, {"data": 2}, recompute="selective"),
-        _config(dense, {"pipeline": 2, "virtual_pipeline": 2}, recompute="full"),
-    ]
-    _assert_all_equal(run_all(2, configs), configs, references)
-
-
-def test_experts_are_split_in_every_way(moe: tuple[Path, Path], references: dict[str, Run]) -> None:
-    by_world = {
-        2: [
-            _config(moe, {"data": 2, "expert": 2}),
-            _config(moe, {"data": 2, "expert": 2}, distributed=False),
-            _config(moe, {"data": 2, "expert_tensor": 2}),
-            _config(moe, {"data": 2, "expert": 2}, scoring="fused"),
-            _config(moe, {**SEQUENCE, "expert": 2}, recompute="full"),
-            _config(moe, {**SEQUENCE, "expert_tensor": 2}),
-            _config(moe, SEQUENCE),
-            _config(moe, {"pipeline": 2, "virtual_pipeline": 2}),
-        ],
-        4: [
-            _config(moe, {**SEQUENCE, "data": 2, "expert": 2}),
-            _config(moe, {**SEQUENCE, "data": 2, "expert": 2, "expert_tensor": 2}),
-            _config(moe, {"pipeline": 2, "first_stage_layers": 3, "data": 2, "expert": 2}),
-            _config(moe, {"pipeline": 2, "virtual_pipeline": 2, **SEQUENCE, "expert_tensor": 2}),
-        ],
-    }
-    for world_size, configs in by_world.items():
-        for config in configs:
-            check_layout(read_architecture(config.model.path), config.layout)
-        _assert_all_equal(run_all(world_size, configs), configs, references)
 
 
 def train_two_steps_then_move(pairs: list[tuple[RunConfig, RunConfig]]) -> list[Run]:
