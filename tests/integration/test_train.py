@@ -35,9 +35,9 @@ def without_times(records: list[dict[str, float]]) -> list[dict[str, float]]:
 
 
 def documented_metrics() -> set[str]:
-    """The names in the first column of the table of docs/objective.md."""
-    page = (ROOT / "docs" / "objective.md").read_text()
-    rows = re.findall(r"^\| (`.*?) \|", page.partition("## Metrics")[2], re.M)
+    """The names in the first columns of the tables of docs/metrics.md."""
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    rows = re.findall(r"^\| (`.*?) \|", page, re.M)
     return {name for row in rows for name in re.findall(r"`([a-z0-9_/]+)`", row)}
 
 
