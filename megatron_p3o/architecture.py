@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from megatron_p3o.errors import ConfigurationError, InputError
 
-Family = Literal["llama", "qwen2", "qwen3"]
+Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 
 _FAMILY_OF: Mapping[str, Family] = {
     "LlamaForCausalLM": "llama",
@@ -47,7 +47,7 @@ _FIXED_FIELDS: Mapping[str, tuple[Any, ...]] = {
 }
 
 # sliding_window and max_window_layers are unused while use_sliding_window is false.
-_IRRELEVANT_FIELDS: Mapping[Family, frozenset[str]] = {
+_IRRELEVANT_FIELDS: Mapping[str, frozenset[str]] = {
     "llama": frozenset({"is_llama_config"}),
     "qwen2": frozenset({"sliding_window", "max_window_layers"}),
     "qwen3": frozenset({"sliding_window", "max_window_layers"}),

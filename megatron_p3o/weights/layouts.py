@@ -102,7 +102,8 @@ class Qkv:
 
     Group g's rows are [its queries' heads, key g, value g], as
     `megatron.core.transformer.attention.SelfAttention` reads them, so that a run of whole groups
-    is what one rank needs.
+    is what one rank needs. Where there are more ranks than groups, each holds a part of a group,
+    which Megatron's ranks then gather from each other: nothing is stored twice.
     """
 
     num_heads: int
@@ -123,7 +124,8 @@ class Qkv:
         return tuple(part.flatten(0, 1) for part in parts)
 
     def shard(self, global_tensor: Tensor, rank: int, size: int) -> Tensor:
-        assert self.num_kv_heads % size == 0, (self.num_kv_heads, size)
+        groups = self.num_kv_heads
+        assert groups % size == 0 or size % groups == 0, (groups, size)
         return _part(global_tensor, rank, size, dim=0)
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
