@@ -6,27 +6,37 @@ refused by name. An ignored rope or attention field would train a different
 model without a sign of it.
 
 Both spellings are read: transformers 5 (`rope_parameters`, `dtype`) and transformers 4
-(`rope_theta`, `rope_scaling`, `torch_dtype`). The safetensors files are checked to be complete
-from their headers alone (8 bytes little-endian header length, then a JSON header with the byte
-range of every tensor; see the safetensors README).
+(`rope_theta`, `rope_scaling`, `torch_dtype`).
 """
 
-import hashlib
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_p3o.errors import ConfigurationError, InputError
+from megatron_p3o.errors import InputError
+from megatron_p3o.model_files import model_error, read_json, read_weight_headers
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3"]
+Family = Literal[
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "glm4",
+    "glm4_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+]
+"""Families whose weights have a table; those of `_FAMILY_OF` can be trained as well."""
 
 _FAMILY_OF: Mapping[str, Family] = {
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 
 # Fields that change the computation, with the values under which it is the one computed here.
@@ -46,11 +56,15 @@ _FIXED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "chunk_size_feed_forward": (0,),
 }
 
-# sliding_window and max_window_layers are unused while use_sliding_window is false.
+# sliding_window and max_window_layers are unused while use_sliding_window is false. The weight of
+# the load-balancing loss belongs to pre-training; ours is model.moe_aux_loss_coefficient.
 _IRRELEVANT_FIELDS: Mapping[str, frozenset[str]] = {
     "llama": frozenset({"is_llama_config"}),
     "qwen2": frozenset({"sliding_window", "max_window_layers"}),
     "qwen3": frozenset({"sliding_window", "max_window_layers"}),
+    "qwen3_moe": frozenset(
+        {"sliding_window", "max_window_layers", "output_router_logits", "router_aux_loss_coef"}
+    ),
 }
 _IRRELEVANT_ANYWHERE = frozenset(
     {
@@ -75,9 +89,37 @@ _MEGATRON_LLAMA3_ROPE = {
     "original_max_position_embeddings": 8192,
 }
 
-# Fingerprints read whole files up to their product, 16 MiB, and evenly spaced blocks beyond.
-_SAMPLE_BYTES = 64 * 1024
-_NUM_SAMPLES = 256
+
+@dataclass(frozen=True, kw_only=True)
+class MoeArchitecture:
+    """Layers whose MLP is a mixture of experts: a softmax router and equal gated experts."""
+
+    num_experts: int
+    experts_per_token: int
+    ffn_hidden_size: int
+    """Of one expert."""
+    normalize_topk: bool
+    """Whether the weights of a token's experts are scaled to sum to 1."""
+    layers: tuple[int, ...]
+    """Indices of the mixture-of-experts layers; the others are dense."""
+    shared_ffn_hidden_size: int = 0
+    """Of the expert that takes every token; 0: there is none."""
+    has_expert_bias: bool = False
+    """A bias on the scores that choose the experts, outside the gradient."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlaArchitecture:
+    """Multi-head latent attention: keys and values, and perhaps queries, through a low rank."""
+
+    q_lora_rank: int | None
+    """None: queries are projected directly."""
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    """Channels of a query or key head without a position."""
+    qk_rope_head_dim: int
+    """Those with one, shared by all heads of the keys."""
+    v_head_dim: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +134,7 @@ class ModelArchitecture:
     head_dim: int
     """Channels of one attention head; heads x head_dim need not equal hidden_size."""
     ffn_hidden_size: int
+    """Of the dense layers."""
     vocab_size: int
     """Rows of the embedding, without Megatron's padding."""
     max_position_embeddings: int
@@ -109,6 +152,12 @@ class ModelArchitecture:
     """Tokens that end a response; generation_config.json takes precedence over config.json."""
     torch_dtype: str
     """Name of the dtype that config.json declares, such as "bfloat16"."""
+    moe: MoeArchitecture | None = None
+    """None for a dense model."""
+    mla: MlaArchitecture | None = None
+    """None for attention with plain projections."""
+    num_mtp_layers: int = 0
+    """Layers after the last one that predict further tokens."""
 
 
 def read_architecture(model_dir: str | Path) -> ModelArchitecture:
@@ -120,13 +169,15 @@ def read_architecture(model_dir: str | Path) -> ModelArchitecture:
     """
     model_dir = Path(model_dir)
     if not model_dir.is_dir():
-        raise _error(model_dir, "no such directory; give a Hugging Face model directory")
-    config = _Fields(model_dir, _read_json(model_dir, "config.json"))
+        raise model_error(model_dir, "no such directory; give a Hugging Face model directory")
+    config = _Fields(model_dir, read_json(model_dir, "config.json"))
     family = _family(config)
     read_weight_headers(model_dir)
 
     hidden_size = config.positive_int("hidden_size")
     num_heads = config.positive_int("num_attention_heads")
+    is_qwen3 = family in ("qwen3", "qwen3_moe")
+    # Where config.json is silent: transformers' default for qwen3, its getattr in the others.
     default_head_dim = 128 if family == "qwen3" else hidden_size // num_heads
     num_kv_heads = config.positive_int("num_key_value_heads", default=num_heads)
     if num_heads % num_kv_heads:
@@ -150,62 +201,14 @@ def read_architecture(model_dir: str | Path) -> ModelArchitecture:
         rope_scaling=rope_scaling,
         tie_word_embeddings=config.flag("tie_word_embeddings"),
         qkv_bias=family == "qwen2",
-        qk_layernorm=family == "qwen3",
+        qk_layernorm=is_qwen3,
         initializer_range=config.positive_float("initializer_range", default=0.02),
         eos_token_ids=_eos_token_ids(config),
         torch_dtype=config.get("dtype") or config.get("torch_dtype") or "float32",
+        moe=_moe(config) if family == "qwen3_moe" else None,
     )
     _check_other_fields(config, family)
     return architecture
-
-
-def read_weight_headers(model_dir: str | Path) -> dict[Path, dict[str, tuple[int, ...]]]:
-    """Tensor shapes by file and name, for every safetensors file that holds the model's weights.
-
-    As transformers does, `model.safetensors` is preferred over the index.
-
-    Raises:
-        InputError: no weights, a shard that the index names is missing or lacks a tensor, or a
-            file whose size is not what its header declares.
-    """
-    model_dir = Path(model_dir)
-    single = model_dir / "model.safetensors"
-    if single.is_file():
-        return {single: _read_header(model_dir, single)}
-    index_name = "model.safetensors.index.json"
-    if not (model_dir / index_name).is_file():
-        raise _error(
-            model_dir,
-            f"neither model.safetensors nor {index_name} is there; save the model's weights as "
-            "safetensors (save_pretrained does)",
-        )
-    weight_map = _read_json(model_dir, index_name).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
-        raise _error(model_dir, f"{index_name} has no weight_map of names; copy the model again")
-    headers = {}
-    for shard in sorted(set(weight_map.values())):
-        path = model_dir / shard
-        if not path.is_file():
-            raise _error(model_dir, f"{index_name} names {shard}, which is missing; copy it again")
-        headers[path] = _read_header(model_dir, path)
-    for name, shard in weight_map.items():
-        if name not in headers[model_dir / shard]:
-            raise _error(model_dir, f"{index_name} places {name} in {shard}, which lacks it")
-    return headers
-
-
-def check_layout(architecture: ModelArchitecture, *, tensor: int, pipeline: int) -> None:
-    """Check that the model can be split `tensor` x `pipeline` ways.
-
-    Raises:
-        ConfigurationError: a size does not divide what it splits; the legal values are named.
-    """
-    split = {
-        name: getattr(architecture, name)
-        for name in ("num_attention_heads", "num_key_value_heads", "ffn_hidden_size")
-    }
-    _check_divides("layout.tensor", tensor, split)
-    _check_divides("layout.pipeline", pipeline, {"num_layers": architecture.num_layers})
 
 
 def padded_vocab_size(vocab_size: int, tensor_parallel_size: int, divisible_by: int = 128) -> int:
@@ -217,72 +220,6 @@ def padded_vocab_size(vocab_size: int, tensor_parallel_size: int, divisible_by: 
     return math.ceil(vocab_size / multiple) * multiple
 
 
-def fingerprint(model_dir: str | Path) -> str:
-    """SHA-256 hex digest that tells whether a model directory still holds the same model.
-
-    Covers config.json and each weight file's name, size, header and bytes: all bytes up to
-    16 MiB, 256 evenly spaced blocks of a larger file, so that a model of any size takes moments.
-
-    Raises:
-        InputError: as `read_architecture`, for missing or incomplete files.
-    """
-    model_dir = Path(model_dir)
-    _read_json(model_dir, "config.json")
-    digest = hashlib.sha256((model_dir / "config.json").read_bytes())
-    for path in read_weight_headers(model_dir):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size} ".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(int.from_bytes(file.read(8), "little")))
-            for start in range(0, size, max(_SAMPLE_BYTES, size // _NUM_SAMPLES)):
-                file.seek(start)
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
-
-
-def _error(model_dir: Path, problem: str) -> InputError:
-    return InputError(f"model.path={str(model_dir)!r}: {problem}")
-
-
-def _read_json(model_dir: Path, name: str) -> dict[str, Any]:
-    try:
-        content = json.loads((model_dir / name).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise _error(model_dir, f"{name} cannot be read ({error.strerror}); add it") from error
-    except ValueError as error:
-        raise _error(model_dir, f"{name} is not JSON ({error}); copy it again") from error
-    if not isinstance(content, dict):
-        raise _error(model_dir, f"{name} must hold a JSON object; copy it again")
-    return content
-
-
-def _read_header(model_dir: Path, path: Path) -> dict[str, tuple[int, ...]]:
-    size = path.stat().st_size
-    remedy = "copy it again, whole (a Git LFS pointer is not the file)"
-    with path.open("rb") as file:
-        header_size = int.from_bytes(file.read(8), "little")
-        if 8 + header_size > size:
-            raise _error(
-                model_dir, f"{path.name} is half-written: {size} bytes end in its header; {remedy}"
-            )
-        raw = file.read(header_size)
-    try:
-        header = json.loads(raw)
-        header.pop("__metadata__", None)
-        shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
-        ends = [entry["data_offsets"][1] for entry in header.values()]
-        declared = 8 + header_size + max(ends, default=0)
-    except (ValueError, AttributeError, KeyError, TypeError, IndexError) as error:
-        raise _error(model_dir, f"{path.name} is not a safetensors file; {remedy}") from error
-    if declared != size:
-        raise _error(
-            model_dir,
-            f"{path.name} is half-written: its header declares {declared} bytes, the file has "
-            f"{size}; {remedy}",
-        )
-    return shapes
-
-
 class _Fields:
     """The fields of a JSON object, typed, with a record of those that were read."""
 
@@ -292,7 +229,7 @@ class _Fields:
         self._read: set[str] = set()
 
     def error(self, problem: str) -> InputError:
-        return _error(self.model_dir, f"config.json: {problem}")
+        return model_error(self.model_dir, f"config.json: {problem}")
 
     def get(self, field: str) -> Any:
         """The value, or None for a missing field."""
@@ -354,6 +291,45 @@ def _check_other_fields(config: _Fields, family: Family) -> None:
             )
 
 
+def _moe(config: _Fields) -> MoeArchitecture | None:
+    """None where every layer is dense, as `Qwen3MoeDecoderLayer` of transformers decides."""
+    # transformers writes either name.
+    counts = {config.get(name) for name in ("num_experts", "num_local_experts")} - {None}
+    if len(counts) != 1 or not isinstance(num_experts := counts.pop(), int) or num_experts < 1:
+        raise config.error("num_experts must be given once, as a positive integer; mend it")
+    per_token = config.positive_int("num_experts_per_tok")
+    normalize_topk = config.flag("norm_topk_prob")
+    if per_token > num_experts:
+        raise config.error(
+            f"num_experts_per_tok={per_token} must be <= num_experts={num_experts}; mend it"
+        )
+    if per_token == 1 and normalize_topk:
+        raise config.error(
+            "norm_topk_prob=true with num_experts_per_tok=1 makes every router weight 1, so that "
+            "the router cannot learn, and Megatron refuses it; use a model with norm_topk_prob="
+            "false or several experts per token"
+        )
+    step = config.positive_int("decoder_sparse_step", default=1)
+    dense = config.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+        raise config.error(f"mlp_only_layers={dense!r} must be a list of layer indices; mend it")
+    layers = tuple(
+        layer
+        for layer in range(config.positive_int("num_hidden_layers"))
+        if layer not in dense and (layer + 1) % step == 0
+    )
+    ffn_hidden_size = config.positive_int("moe_intermediate_size")
+    if not layers:
+        return None
+    return MoeArchitecture(
+        num_experts=num_experts,
+        experts_per_token=per_token,
+        ffn_hidden_size=ffn_hidden_size,
+        normalize_topk=normalize_topk,
+        layers=layers,
+    )
+
+
 def _rope(config: _Fields) -> tuple[float, dict[str, Any] | None]:
     """(theta, scaling); where both spellings are there, in transformers' order of precedence."""
     legacy, present = config.get("rope_scaling"), config.get("rope_parameters")
@@ -386,24 +362,10 @@ def _rope(config: _Fields) -> tuple[float, dict[str, Any] | None]:
 def _eos_token_ids(config: _Fields) -> tuple[int, ...]:
     value = config.get("eos_token_id")
     if (config.model_dir / "generation_config.json").is_file():
-        generation = _read_json(config.model_dir, "generation_config.json")
+        generation = read_json(config.model_dir, "generation_config.json")
         if generation.get("eos_token_id") is not None:
             value = generation["eos_token_id"]
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(token, int) for token in ids):
         raise config.error(f"eos_token_id={value!r} must be an integer or a list of them; mend it")
     return tuple(ids)
-
-
-def _check_divides(field: str, size: int, split: Mapping[str, int]) -> None:
-    """`size` must divide every value of `split`."""
-    common = math.gcd(*split.values())
-    if common % size == 0:
-        return
-    legal = [value for value in range(1, common + 1) if common % value == 0]
-    nearest = min(legal, key=lambda value: abs(value - size))
-    rule = " and ".join(f"{name}={value}" for name, value in split.items() if value % size)
-    raise ConfigurationError(
-        f"{field}={size} must divide the model's {rule}; the nearest legal value is {nearest} "
-        f"(legal: {', '.join(map(str, legal))})"
-    )

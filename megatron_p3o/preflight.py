@@ -9,16 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_p3o.architecture import (
-    ModelArchitecture,
-    check_layout,
-    fingerprint,
-    read_architecture,
-)
+from megatron_p3o.architecture import ModelArchitecture, read_architecture
 from megatron_p3o.config import RunConfig
 from megatron_p3o.data import PromptSet, load_prompts, resolve_reward
 from megatron_p3o.errors import ConfigurationError, InputError
+from megatron_p3o.model_files import fingerprint
 from megatron_p3o.run_dir import RunDir, read_trainer_state
+from megatron_p3o.splitting import check_layout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +38,12 @@ def check_run(config: RunConfig, *, resume: bool) -> RunInputs:
         UserError: whatever is wrong; nothing has been written.
     """
     architecture = read_architecture(config.model.path)
-    check_layout(architecture, tensor=config.layout.tensor, pipeline=config.layout.pipeline)
+    check_layout(architecture, config.layout)
+    if config.model.moe_aux_loss_coefficient > 0 and architecture.moe is None:
+        raise ConfigurationError(
+            f"model.moe_aux_loss_coefficient={config.model.moe_aux_loss_coefficient} balances "
+            "experts, but the model has none; remove it"
+        )
     prompts = None
     if config.rollout.engine == "embedded":
         _check_tokenizer(Path(config.model.path))

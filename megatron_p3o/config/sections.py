@@ -1,5 +1,6 @@
 """The sections of a run's configuration and the tree that holds them."""
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
@@ -24,6 +25,10 @@ class RunSection(Section):
 class ModelSection(Section):
     path: Annotated[str, Field(min_length=1)]
     """A Hugging Face model directory: config.json, safetensors, tokenizer files."""
+    moe_aux_loss_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of Megatron's load-balancing loss for mixture-of-experts models. That loss is taken
+    over each microbatch and counts padding, so with any weight above 0 the update depends on how
+    the batch is split; at 0 it does not."""
 
 
 class RewardSection(Section):
@@ -80,32 +85,92 @@ class LayoutSection(Section):
     tensor: PositiveInt = 1
     pipeline: PositiveInt = 1
     virtual_pipeline: PositiveInt = 1
+    """Model chunks of each pipeline stage, run interleaved: smaller bubbles, more messages. Needs
+    pipeline >= 2; microbatch counts are filled up with empty ones to a multiple of pipeline."""
+    first_stage_layers: PositiveInt | None = None
+    """Layers of the first pipeline stage; None shares layers evenly."""
+    last_stage_layers: PositiveInt | None = None
+    """Layers of the last pipeline stage; None shares layers evenly."""
+    account_for_embedding: bool = False
+    """Count the embedding as a layer when layers are shared over pipeline stages."""
+    account_for_loss: bool = False
+    """Count the output layer and loss as a layer when layers are shared over pipeline stages."""
     context: PositiveInt = 1
     expert: PositiveInt = 1
+    """Ranks that share a layer's experts. expert x expert_tensor divides the ranks of a pipeline
+    stage, tensor x context x data."""
     expert_tensor: PositiveInt = 1
+    """Ranks that share each expert's matrices, as `tensor` does those of the other layers."""
     data: PositiveInt | None = None
     """None: follows from the number of ranks."""
     sequence_parallel: bool = False
+    """Also share positions over tensor ranks wherever the computation is per position (norms,
+    residuals), which saves their activations; needs tensor >= 2."""
 
     @model_validator(mode="after")
     def _built_axes(self) -> "LayoutSection":
-        for axis in ("virtual_pipeline", "context", "expert", "expert_tensor"):
-            if getattr(self, axis) != 1:
-                raise ValueError(
-                    f"layout.{axis}={getattr(self, axis)} must be 1: this version trains over "
-                    "tensor, pipeline and data; use those axes"
-                )
-        if self.sequence_parallel:
+        if self.context != 1:
             raise ValueError(
-                "layout.sequence_parallel=true must be false: this version trains over tensor, "
-                "pipeline and data without it; remove it"
+                f"layout.context={self.context} must be 1: this version trains over "
+                "tensor, pipeline, expert and data; use those axes"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _sequence_parallel(self) -> "LayoutSection":
+        if self.sequence_parallel and self.tensor == 1:
+            raise ValueError(
+                "layout.sequence_parallel=true shares positions over tensor ranks and needs "
+                "layout.tensor >= 2 (got 1); set layout.tensor=2 or remove sequence_parallel"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _stages(self) -> "LayoutSection":
+        needs_stages = {
+            "virtual_pipeline": self.virtual_pipeline > 1,
+            "first_stage_layers": self.first_stage_layers is not None,
+            "last_stage_layers": self.last_stage_layers is not None,
+            "account_for_embedding": self.account_for_embedding,
+            "account_for_loss": self.account_for_loss,
+        }
+        for field, is_set in needs_stages.items():
+            if is_set and self.pipeline == 1:
+                raise ValueError(
+                    f"layout.{field}={getattr(self, field)} needs layout.pipeline >= 2 (got 1); "
+                    f"set layout.pipeline=2 or remove layout.{field}"
+                )
+        sizes = ("first_stage_layers", "last_stage_layers")
+        counts = ("account_for_embedding", "account_for_loss")
+        for size in sizes:
+            for count in counts:
+                if needs_stages[size] and needs_stages[count]:
+                    raise ValueError(
+                        f"layout.{size}={getattr(self, size)} fixes a stage's layers and "
+                        f"layout.{count}=true shares them; remove one"
+                    )
         return self
 
     @property
     def model_parallel_size(self) -> int:
         """Ranks that one copy of the model takes: tensor x pipeline x context."""
         return self.tensor * self.pipeline * self.context
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Tokens of which every sequence, padding included, is a multiple.
+
+        2 x context parts must be equal, and with sequence_parallel the tensor ranks must get
+        equal shares of each context rank's part.
+        """
+        parts = 2 if self.context > 1 else 1
+        return self.context * math.lcm(parts, self.tensor if self.sequence_parallel else 1)
+
+    @property
+    def microbatch_multiple(self) -> int:
+        """Microbatches of an optimizer step are a multiple of it: a rule of the interleaved
+        schedule."""
+        return self.pipeline if self.virtual_pipeline > 1 else 1
 
 
 class TrainSection(Section):
@@ -123,8 +188,9 @@ class TrainSection(Section):
     """How the ESS is known before the backward pass: by a forward pass of its own, or by running
     every microbatch's forward before the first backward, which saves that pass and keeps the
     activations of the whole optimizer step."""
-    recompute: Literal["none", "full"] = "none"
-    """Keep activations, or recompute every layer in the backward pass."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Keep activations, or recompute in the backward pass: only the attention between the
+    projections, or every layer."""
 
     @model_validator(mode="after")
     def _divides(self) -> "TrainSection":

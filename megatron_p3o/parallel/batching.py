@@ -85,23 +85,40 @@ def make_microbatches(
     data_rank: int,
     data_size: int,
     device: torch.device,
+    length_multiple: int = 1,
+    count_multiple: int = 1,
 ) -> list[Microbatch]:
     """This data-parallel rank's microbatches of an optimizer step.
 
     Every rank gets the same number of microbatches; a rank with fewer samples gets empty ones.
+
+    Args:
+        samples: of the whole step, the same on every rank.
+        microbatch_size: sequences of a microbatch.
+        data_rank: of this rank.
+        data_size: data-parallel ranks.
+        device: where the tensors are put.
+        length_multiple: padded lengths are a multiple of it.
+        count_multiple: the number of microbatches is a multiple of it.
     """
     shares = deal(samples, data_size)
     num_microbatches = max(1, -(-max(map(len, shares)) // microbatch_size))
+    num_microbatches = -(-num_microbatches // count_multiple) * count_multiple
     mine = shares[data_rank]
     return [
-        collate(mine[index * microbatch_size : (index + 1) * microbatch_size], device)
+        collate(
+            mine[index * microbatch_size : (index + 1) * microbatch_size], device, length_multiple
+        )
         for index in range(num_microbatches)
     ]
 
 
-def collate(samples: Sequence[ScoredSample], device: torch.device) -> Microbatch:
+def collate(
+    samples: Sequence[ScoredSample], device: torch.device, length_multiple: int = 1
+) -> Microbatch:
     """Pad and align; `samples` may be empty."""
     length = max([1, *map(_sequence_length, samples)])
+    length = -(-length // length_multiple) * length_multiple
     input_ids = torch.zeros(max(1, len(samples)), length, dtype=torch.int64)
     rows: list[int] = []
     cols: list[int] = []

@@ -116,7 +116,8 @@ class CheckpointStore:
         loaded = dist_checkpointing.load(
             self._sharded_state(model, optimizer, is_loading=True), str(directory)
         )
-        model.module.load_state_dict(loaded["model"])
+        for key, module in _chunks_by_key(model).items():
+            module.load_state_dict(loaded[key])
         optimizer.load_state(loaded["optimizer"])
         optimizer.scheduler.load_state_dict(state.pop("scheduler"))
         rng_file = directory / "rng" / f"rank_{self._context.rank}.pt"
@@ -128,16 +129,24 @@ class CheckpointStore:
     def _sharded_state(
         self, model: PolicyModel, optimizer: PolicyOptimizer, *, is_loading: bool
     ) -> dict[str, Any]:
-        model_state = model.module.sharded_state_dict()
-        return {
-            "model": model_state,
-            "optimizer": optimizer.sharded_state({"model": model_state}, is_loading=is_loading),
-        }
+        chunks = {key: m.sharded_state_dict() for key, m in _chunks_by_key(model).items()}
+        return {**chunks, "optimizer": optimizer.sharded_state(chunks, is_loading=is_loading)}
 
     def _remove_old(self) -> None:
         complete = sorted(self._root.glob("step_*"), key=lambda path: int(path.name[5:]))
         for directory in complete[: -self._keep]:
             shutil.rmtree(directory)
+
+
+def _chunks_by_key(model: PolicyModel) -> dict[str, Any]:
+    """Model chunks by the keys that Megatron's optimizers look for.
+
+    Tensors are stored by their place in the whole model, so the keys do not bind a checkpoint to
+    its layout.
+    """
+    if len(model.modules) == 1:
+        return {"model": model.modules[0]}
+    return {f"model{index}": module for index, module in enumerate(model.modules)}
 
 
 def _rng_state() -> dict[str, Any]:

@@ -5,20 +5,24 @@ and compares `tensor.type()` with CUDA type names. `stand_in_for_cuda` points th
 CPU for the whole process. On a machine with CUDA nothing here is called except `device_type`.
 
 What Transformer Engine brings on CUDA (fused norms, attention) is replaced by Megatron's local
-spec plus `CausalSdpaAttention` below.
+spec with `RmsNorm` and `CausalSdpaAttention` below.
 """
 
 import contextlib
+import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import megatron.core.tensor_parallel.random as megatron_random
 import megatron.core.transformer.moe.moe_utils as moe_utils
+import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -60,7 +64,7 @@ def stand_in_for_cuda() -> None:
     _redirect_devices_and_streams()
     _redirect_random_states()
     _redirect_tensor_methods()
-    _mend_moe_imports()
+    _mend_moe()
 
 
 def _redirect_devices_and_streams() -> None:
@@ -138,10 +142,16 @@ def _redirect_tensor_methods() -> None:
     setattr(torch.nn.Module, "cuda", stay)  # noqa: B010
 
 
-def _mend_moe_imports() -> None:
+def _mend_moe() -> None:
     # Without Transformer Engine the router module leaves this name undefined and fails on use.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+
+    def as_host_list(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        # Megatron converts split sizes only as it copies them from the GPU.
+        return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = as_host_list
 
 
 def transformer_config_overrides() -> dict[str, Any]:
@@ -184,3 +194,40 @@ class CausalSdpaAttention(MegatronModule):
             query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=True
         )
         return context.permute(2, 0, 1, 3).flatten(2).contiguous()
+
+
+class RmsNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm in the place of Megatron's wrapper of it, which refuses sequence parallelism.
+
+    Under sequence parallelism each tensor rank sees a part of the sequence, so the weight's
+    gradient is summed over them: the mark asks Megatron's finalize_model_grads for it.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float, **unused: Any
+    ) -> None:
+        assert config.normalization == "RMSNorm"
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def adapt_layer_spec(spec: Any) -> None:
+    """Put this package's attention and norm into a local spec, in place."""
+    replacements = {DotProductAttention: CausalSdpaAttention, WrappedTorchNorm: RmsNorm}
+    _replace_modules(spec, replacements, set())
+
+
+def _replace_modules(node: Any, replacements: Mapping[Any, Any], seen: set[int]) -> None:
+    if id(node) in seen:
+        return
+    seen.add(id(node))
+    if isinstance(node, list):
+        for item in node:
+            _replace_modules(item, replacements, seen)
+    elif dataclasses.is_dataclass(node):
+        for field in dataclasses.fields(node):
+            value = getattr(node, field.name)
+            if isinstance(value, type) and value in replacements:
+                setattr(node, field.name, replacements[value])
+            else:
+                _replace_modules(value, replacements, seen)

@@ -14,7 +14,7 @@ from megatron_p3o.errors import ConfigurationError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Coordinates:
-    """A rank's position on each axis."""
+    """A rank's position on each axis of the layers without experts."""
 
     tensor: int
     context: int
@@ -23,11 +23,22 @@ class Coordinates:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertCoordinates:
+    """A rank's position on the axes of the experts."""
+
+    expert_tensor: int
+    expert: int
+    copy: int
+    """Which of the equal copies of the experts it belongs to."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelLayout:
     """Sizes of all parallel axes, validated once.
 
-    Expert parallelism divides the ranks of context x data, so it does not appear in the world
-    size.
+    Experts are shared over the ranks of one pipeline stage, tensor x context x data, so expert
+    axes do not appear in the world size. There the order is expert tensor, expert, copies of the
+    experts.
 
     Example:
         ParallelLayout(tensor=2, pipeline=2, data=2).world_size == 8
@@ -46,6 +57,28 @@ class ParallelLayout:
             size = getattr(self, axis)
             if size < 1:
                 raise ConfigurationError(f"layout.{axis}={size} must be >= 1; use 1 to turn it off")
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        stage = self.tensor * self.context * self.data
+        taken = self.expert * self.expert_tensor
+        if stage % taken == 0:
+            return
+        ranks = f"{stage} ranks (tensor {self.tensor} x context {self.context} x data {self.data})"
+        legal = [n for n in range(1, stage + 1) if stage % (n * self.expert_tensor) == 0]
+        if not legal:
+            nearest = max(n for n in range(1, self.expert_tensor) if stage % n == 0)
+            raise ConfigurationError(
+                f"layout.expert_tensor={self.expert_tensor} must divide a pipeline stage's "
+                f"{ranks}; the nearest legal value is {nearest}"
+            )
+        nearest = min(legal, key=lambda n: abs(n - self.expert))
+        data = taken // math.gcd(taken, self.tensor * self.context)
+        raise ConfigurationError(
+            f"layout.expert={self.expert} x layout.expert_tensor={self.expert_tensor} must divide "
+            f"a pipeline stage's {ranks}; the nearest legal layout.expert is {nearest}, and "
+            f"layout.data={data} would suit the experts"
+        )
 
     @classmethod
     def for_world(cls, section: LayoutSection, world_size: int) -> "ParallelLayout":
@@ -89,6 +122,13 @@ class ParallelLayout:
         rank, context = divmod(rank, self.context)
         pipeline, data = divmod(rank, self.data)
         return Coordinates(tensor=tensor, context=context, data=data, pipeline=pipeline)
+
+    def expert_coordinates(self, rank: int) -> ExpertCoordinates:
+        assert 0 <= rank < self.world_size
+        rank %= self.world_size // self.pipeline
+        rank, expert_tensor = divmod(rank, self.expert_tensor)
+        copy, expert = divmod(rank, self.expert)
+        return ExpertCoordinates(expert_tensor=expert_tensor, expert=expert, copy=copy)
 
     def rank(self, coordinates: Coordinates) -> int:
         """Inverse of `coordinates`."""

@@ -38,7 +38,6 @@ class PolicyOptimizer:
             section: the optimizer's configuration.
             total_steps: optimizer steps of the whole run, where linear and cosine decay end.
         """
-        module_config = model.module.config
         self.megatron = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -49,11 +48,11 @@ class PolicyOptimizer:
                 adam_beta2=section.betas[1],
                 adam_eps=section.eps,
                 clip_grad=section.clip_grad,
-                bf16=module_config.bf16,
-                params_dtype=module_config.params_dtype,
+                bf16=model.config.bf16,
+                params_dtype=model.config.params_dtype,
                 use_distributed_optimizer=section.distributed,
             ),
-            [model.wrapped],
+            model.chunks,
         )
         self._inner = [
             o for o in _leaves(self.megatron) if isinstance(o.optimizer, torch.optim.Adam)

@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 
 from megatron_p3o.parallel import cpu
-from megatron_p3o.parallel.layout import Coordinates, ParallelLayout
+from megatron_p3o.parallel.layout import Coordinates, ExpertCoordinates, ParallelLayout
 
 T = TypeVar("T")
 
@@ -26,16 +26,20 @@ class ParallelContext:
 
     `data_group` joins all data-parallel and context ranks that hold the same part of the model:
     sums over tokens are complete after one all-reduce there, on the last pipeline stage.
-    `control_group` joins all ranks on gloo, for Python objects.
+    `expert_group` joins the ranks that share a layer's experts, `expert_tensor_group` those that
+    share each expert's matrices. `control_group` joins all ranks on gloo, for Python objects.
     """
 
     layout: ParallelLayout
     rank: int
     coordinates: Coordinates
+    expert_coordinates: ExpertCoordinates
     device: torch.device
     tensor_group: dist.ProcessGroup
     pipeline_group: dist.ProcessGroup
     data_group: dist.ProcessGroup
+    expert_group: dist.ProcessGroup
+    expert_tensor_group: dist.ProcessGroup
     control_group: dist.ProcessGroup
 
     @property
@@ -72,6 +76,12 @@ class ParallelContext:
             dist.broadcast(values, src=self.last_stage_rank, group=self.pipeline_group)
         return values.cpu()
 
+    def sum_everywhere(self, sums: Tensor) -> Tensor:
+        """Sum over all ranks, on every rank."""
+        sums = sums.to(self.device, copy=True)
+        dist.all_reduce(sums)
+        return sums.cpu()
+
     def gather_objects(self, value: T) -> list[T]:
         """Every rank's value, in rank order, on every rank."""
         values: list[Any] = [None] * self.layout.world_size
@@ -98,6 +108,9 @@ def initialize(layout: ParallelLayout, *, seed: int) -> ParallelContext:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=(
+            layout.virtual_pipeline if layout.virtual_pipeline > 1 else None
+        ),
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
@@ -109,10 +122,13 @@ def initialize(layout: ParallelLayout, *, seed: int) -> ParallelContext:
         layout=layout,
         rank=rank,
         coordinates=layout.coordinates(rank),
+        expert_coordinates=layout.expert_coordinates(rank),
         device=device,
         tensor_group=parallel_state.get_tensor_model_parallel_group(),
         pipeline_group=parallel_state.get_pipeline_model_parallel_group(),
         data_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        expert_group=parallel_state.get_expert_model_parallel_group(),
+        expert_tensor_group=parallel_state.get_expert_tensor_parallel_group(),
         control_group=dist.new_group(backend="gloo", timeout=_COLLECTIVE_TIMEOUT),
     )
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_p3o.parallel.batching import Microbatch
 from megatron_p3o.parallel.logprobs import token_logprobs
 from megatron_p3o.parallel.model import PolicyModel
+from megatron_p3o.parallel.router import RouterMonitor
 from megatron_p3o.parallel.setup import ParallelContext
 from megatron_p3o.types import LossOutput, TokenStats
 
@@ -60,6 +61,8 @@ class StepRunner:
         self._model = model
         self._context = context
         self._head = head
+        self.routers = RouterMonitor(model, context)
+        """Records the passes of `score` and `forward`."""
         self._schedule = get_forward_backward_func()
 
     def score(self, microbatches: Sequence[Microbatch]) -> list[MicrobatchScore]:
@@ -73,7 +76,7 @@ class StepRunner:
             logprobs, entropy = self._logprobs(hidden, microbatches[index], with_entropy=True)
             return MicrobatchScore(logprobs=logprobs, entropy=entropy)
 
-        with torch.no_grad():
+        with torch.no_grad(), self.routers.recording():
             return self._run(microbatches, read, forward_only=True, collect_non_loss_data=True)
 
     def train(
@@ -96,17 +99,19 @@ class StepRunner:
             num_tokens = torch.tensor(output.num_tokens, dtype=torch.int, device=hidden.device)
             return output.loss_sum, num_tokens, _result(score, output)
 
-        self._model.wrapped.zero_grad_buffer()
+        self._model.zero_grad_buffers()
         return self._run(microbatches, compute_loss, forward_only=False)
 
     def forward(self, microbatches: Sequence[Microbatch]) -> list[MicrobatchScore]:
         """All forward passes, keeping their graphs for `backward`. Needs a single stage."""
         assert self._context.layout.pipeline == 1
         scores = []
-        for microbatch in microbatches:
-            hidden = self._model.wrapped(microbatch.input_ids, microbatch.position_ids, None)
-            logprobs, entropy = self._logprobs(hidden, microbatch, with_entropy=True)
-            scores.append(MicrobatchScore(logprobs=logprobs, entropy=entropy))
+        with self.routers.recording():
+            for microbatch in microbatches:
+                self.routers.expect(microbatch)
+                hidden = self._model.wrapped(microbatch.input_ids, microbatch.position_ids, None)
+                logprobs, entropy = self._logprobs(hidden, microbatch, with_entropy=True)
+                scores.append(MicrobatchScore(logprobs=logprobs, entropy=entropy))
         return scores
 
     def backward(
@@ -128,7 +133,7 @@ class StepRunner:
             num_tokens += output.num_tokens
             results.append(_result(score, output))
         total = torch.tensor(num_tokens, dtype=torch.int, device=self._context.device)
-        self._model.module.config.finalize_model_grads_func([wrapped], total)
+        self._model.config.finalize_model_grads_func([wrapped], total)
         return results
 
     def _run(
@@ -138,14 +143,18 @@ class StepRunner:
             iterator: Any, model: torch.nn.Module
         ) -> tuple[Tensor, Callable[..., Any]]:
             index, microbatch = next(iterator)
+            self.routers.expect(microbatch)
             # [B, S, H] on the last stage, what the next stage takes elsewhere.
             output = model(microbatch.input_ids, microbatch.position_ids, None)
             return output, partial(on_hidden, index)
 
+        # Every model chunk of a virtual pipeline goes over all microbatches.
+        iterators = [iter(enumerate(microbatches)) for _ in self._model.chunks]
+        is_interleaved = len(iterators) > 1
         return self._schedule(
             forward_step_func=forward_step,
-            data_iterator=iter(enumerate(microbatches)),
-            model=self._model.wrapped,
+            data_iterator=iterators if is_interleaved else iterators[0],
+            model=self._model.chunks if is_interleaved else self._model.wrapped,
             num_microbatches=len(microbatches),
             # The shapes below are only hints: stages exchange each microbatch's own shape.
             seq_length=max(m.input_ids.shape[1] for m in microbatches),

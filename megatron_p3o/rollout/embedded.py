@@ -66,7 +66,7 @@ class EmbeddedEngine:
             .to(device)
             .eval()
         )
-        self._parameters = dict(self._model.named_parameters())
+        self._parameters = _by_checkpoint_name(self._model)
         self._sampling = sampling
         self._seed = seed
         self._batch_size = batch_size
@@ -221,6 +221,27 @@ class EmbeddedEngine:
             finish_reason=row.finish_reason,
             weight_version=self._weight_version,
         )
+
+
+def _by_checkpoint_name(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Parameters, or views of them, by the names of a Hugging Face checkpoint.
+
+    transformers 5 stacks a layer's experts, gates above ups, into one parameter in memory; the
+    checkpoint keeps one tensor for each projection of each expert.
+    """
+    named: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        prefix, _, stacked = name.rpartition(".experts.")
+        if stacked == "gate_up_proj":
+            for expert, both in enumerate(parameter.detach()):
+                for projection, part in zip(("gate", "up"), both.chunk(2), strict=True):
+                    named[f"{prefix}.experts.{expert}.{projection}_proj.weight"] = part
+        elif stacked == "down_proj":
+            for expert, part in enumerate(parameter.detach()):
+                named[f"{prefix}.experts.{expert}.down_proj.weight"] = part
+        else:
+            named[name] = parameter
+    return named
 
 
 def _select(cache: DynamicCache, rows_B: Tensor) -> DynamicCache:

@@ -93,8 +93,9 @@ def _optimize(
     with timer.phase("score"):
         # The weights that first consume the batch give every token its proximal log-prob; for the
         # first optimizer step those are the present weights, for later ones they are remembered.
-        first_scores = [] if fused else policy.score(first)
         later = [_with_proximal(m, policy.score(m)) for m in later]
+        # Last, since the router metrics of an update are those of the pass before it.
+        first_scores = [] if fused else policy.score(first)
     updates = []
     for index, microbatches in enumerate([first, *later]):
         if fused:

@@ -26,6 +26,7 @@ from megatron_p3o.trainer.trust import StepTrust, measure_trust
 from megatron_p3o.types import LossOutput, ScoredSample, TokenStats
 from megatron_p3o.weights import (
     HfReader,
+    TensorShard,
     hf_tensors,
     load_hf_weights,
     rows_by_megatron_name,
@@ -50,8 +51,10 @@ class Policy:
                 reader,
                 architecture,
                 dict(self.model.named_parameters()),
-                tensor_rank=context.coordinates.tensor,
-                tensor_size=context.layout.tensor,
+                dense=TensorShard(context.coordinates.tensor, context.layout.tensor),
+                expert=TensorShard(
+                    context.expert_coordinates.expert_tensor, context.layout.expert_tensor
+                ),
             )
         # After loading: the optimizer copies the weights into its fp32 main parameters.
         self.optimizer = PolicyOptimizer(
@@ -71,7 +74,9 @@ class Policy:
         # Keyed by the tables' own spelling, which folds the copy of a tied embedding onto it.
         rows = rows_by_megatron_name(architecture)
         self._gather = ShardGatherer(
-            {rows[name].megatron: p for name, p in self.model.named_parameters()}, context
+            {rows[name].megatron: p for name, p in self.model.named_parameters()},
+            {row.megatron for row in rows.values() if row.expert},
+            context,
         )
 
     def microbatches(self, samples: Sequence[ScoredSample]) -> list[Microbatch]:
@@ -82,6 +87,8 @@ class Policy:
             data_rank=self.context.coordinates.data,
             data_size=self.context.layout.data,
             device=self.context.device,
+            length_multiple=self.config.layout.sequence_multiple,
+            count_multiple=self.config.layout.microbatch_multiple,
         )
 
     def score(self, microbatches: Sequence[Microbatch]) -> list[MicrobatchScore]:
@@ -137,6 +144,19 @@ class Policy:
             **self._loss_metrics(results, trust.whole),
             "grad_norm": Metric(outcome.grad_norm, Over.MAX),
             "lr": Metric(outcome.lr, Over.LAST),
+            **self._router_metrics(),
+        }
+
+    def _router_metrics(self) -> dict[str, Metric]:
+        """Of the pass that scored this step's samples."""
+        stats = self._runner.routers.stats()
+        if stats is None:
+            return {}
+        return {
+            "router/load_max_over_mean": Metric(stats.load_max_over_mean),
+            "router/load_max_over_mean_worst": Metric(stats.load_max_over_mean_worst, Over.MAX),
+            "router/balance_loss": Metric(stats.balance_loss),
+            "router/entropy_mean": Metric(stats.entropy),
         }
 
     def _loss_metrics(

@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_p3o.architecture import read_weight_headers
 from megatron_p3o.errors import InputError
+from megatron_p3o.model_files import read_weight_headers
 
 _CARRIED_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja"})
 

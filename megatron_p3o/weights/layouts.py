@@ -8,7 +8,7 @@ Each layout is two inverse pairs:
 No arithmetic touches a value, so both round trips are bitwise. Layouts hold global head counts and
 vocabulary sizes and cut the global tensor by rows; no local count is ever derived. Splits and
 shards may be views of their input. Sizes that do not divide are refused earlier
-(`megatron_p3o.architecture.check_layout`) and asserted here.
+(`megatron_p3o.splitting.check_layout`) and asserted here.
 """
 
 from collections.abc import Sequence
@@ -62,6 +62,20 @@ class Replicated(_SingleTensor):
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
         return shards[0]
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnParallel(_SingleTensor):
+    """Output channels (dim 0) are cut into runs of whole units, such as heads."""
+
+    num_units: int
+
+    def shard(self, global_tensor: Tensor, rank: int, size: int) -> Tensor:
+        assert self.num_units % size == 0, (self.num_units, size)
+        return _part(global_tensor, rank, size, dim=0)
+
+    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(shards))
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,14 +160,30 @@ class GateUp:
         return torch.cat([gate, up])
 
     def split(self, global_tensor: Tensor) -> tuple[Tensor, ...]:
-        return (_part(global_tensor, 0, 2, dim=0), _part(global_tensor, 1, 2, dim=0))
+        return _halves(global_tensor)
 
     def shard(self, global_tensor: Tensor, rank: int, size: int) -> Tensor:
-        return self.merge([_part(half, rank, size, dim=0) for half in self.split(global_tensor)])
+        return torch.cat([_part(half, rank, size, dim=0) for half in _halves(global_tensor)])
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
-        gates, ups = zip(*(self.split(shard) for shard in shards), strict=True)
+        gates, ups = zip(*map(_halves, shards), strict=True)
         return torch.cat([*gates, *ups])
+
+
+@dataclass(frozen=True, slots=True)
+class FusedGateUp(GateUp):
+    """As `GateUp`, where Hugging Face keeps [gate; up] as one tensor too."""
+
+    def merge(self, hf_tensors: Sequence[Tensor]) -> Tensor:
+        (fused,) = hf_tensors
+        return fused
+
+    def split(self, global_tensor: Tensor) -> tuple[Tensor, ...]:
+        return (global_tensor,)
+
+
+def _halves(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    return _part(tensor, 0, 2, dim=0), _part(tensor, 1, 2, dim=0)
 
 
 def _part(tensor: Tensor, rank: int, size: int, *, dim: int) -> Tensor:

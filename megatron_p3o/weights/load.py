@@ -10,6 +10,7 @@ So no more than one row's global tensor exists beside the model.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,13 +24,20 @@ from megatron_p3o.weights.hf_io import HfReader
 _DERIVED_SUFFIX = ".rotary_emb.inv_freq"
 
 
+class TensorShard(NamedTuple):
+    """A rank's place in the group that shares each tensor."""
+
+    rank: int
+    size: int
+
+
 def load_hf_weights(
     reader: HfReader,
     architecture: ModelArchitecture,
     targets: Mapping[str, Tensor],
     *,
-    tensor_rank: int,
-    tensor_size: int,
+    dense: TensorShard,
+    expert: TensorShard,
 ) -> None:
     """Fill this rank's parameters; only the tensors they need are read.
 
@@ -38,8 +46,8 @@ def load_hf_weights(
         architecture: of the same directory.
         targets: this rank's parameters by global Megatron name, in the spelling of either layer
             implementation; any dtype and device.
-        tensor_rank: this rank's place in its tensor-parallel group.
-        tensor_size: the size of that group.
+        dense: this rank's part of every tensor outside the experts.
+        expert: this rank's part of every expert's tensors.
 
     Raises:
         InputError: a tensor is missing, has another shape, or has no place in the model.
@@ -55,7 +63,8 @@ def load_hf_weights(
     for row_name, names in names_by_row.items():
         row = rows[row_name]
         merged = row.layout.merge([reader.get(name, shape=row.hf[name]) for name in row.hf])
-        shard = row.layout.shard(merged, tensor_rank, tensor_size)
+        part = expert if row.expert else dense
+        shard = row.layout.shard(merged, part.rank, part.size)
         for name in names:
             assert targets[name].shape == shard.shape, (name, targets[name].shape, shard.shape)
             with torch.no_grad():
@@ -69,7 +78,7 @@ def hf_tensors(
 
     Args:
         architecture: of the model.
-        gather: gives the shards of a parameter in tensor-rank order, asked for by `ParamRow`'s
+        gather: gives the shards of a parameter in rank order, asked for by `ParamRow`'s
             `megatron` name. Called once per row, in the same order on every rank, so it may be
             collective.
 

@@ -10,6 +10,7 @@ from transformers import (
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from megatron_p3o.config import RunConfig, parse_config
@@ -18,8 +19,8 @@ from megatron_p3o.types import Sample
 VOCAB = 101  # prime, so that every tensor-parallel size needs padding
 
 
-def tiny_config(family: str, *, tied: bool) -> PretrainedConfig:
-    common = {
+def tiny_config(family: str, *, tied: bool, **changes: object) -> PretrainedConfig:
+    common: dict[str, object] = {
         "vocab_size": VOCAB,
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -32,15 +33,38 @@ def tiny_config(family: str, *, tied: bool) -> PretrainedConfig:
         "bos_token_id": 0,
         "eos_token_id": 1,
     }
+    if family == "qwen3_moe":
+        common |= {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+        }
     # A large spread, so that logits and gradients are of order one and errors show.
-    config_class = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}[family]
-    return config_class(initializer_range=0.15, **common)
+    config_class = {
+        "llama": LlamaConfig,
+        "qwen2": Qwen2Config,
+        "qwen3": Qwen3Config,
+        "qwen3_moe": Qwen3MoeConfig,
+    }[family]
+    return config_class(initializer_range=0.15, **common | changes)
 
 
-def make_model(directory: Path, family: str, *, tied: bool, seed: int = 0) -> Path:
-    """A random Hugging Face checkpoint whose norms and biases are not all ones and zeros."""
+def make_model(
+    directory: Path, family: str, *, tied: bool, seed: int = 0, **changes: object
+) -> Path:
+    """A random Hugging Face checkpoint whose norms and biases are not all ones and zeros.
+
+    Args:
+        directory: where it is saved.
+        family: as `ModelArchitecture.family`.
+        tied: whether embedding and output weight are one.
+        seed: of the weights.
+        changes: fields of the Hugging Face configuration.
+    """
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(tiny_config(family, tied=tied), dtype=torch.float32)
+    config = tiny_config(family, tied=tied, **changes)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or "bias" in name:

@@ -5,15 +5,44 @@ from typing import Any
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
-    LlamaConfig,
-    MistralConfig,
     PretrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
 )
 
 VOCAB = 101  # prime, so that every layout pads it
+
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_DEEPSEEK = {
+    **_EXPERTS,
+    "n_routed_experts": 4,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
+_FAMILY_SIZES: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {**_EXPERTS, "num_experts": 4},
+    "glm4": {"pad_token_id": 0, "attention_bias": True},
+    "glm4_moe": {
+        **_EXPERTS,
+        "pad_token_id": 0,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "deepseek_v2": {**_DEEPSEEK, "q_lora_rank": None, "n_shared_experts": 2},
+    "deepseek_v3": {**_DEEPSEEK, "q_lora_rank": 24, "n_shared_experts": 1},
+}
 
 
 def tiny_config(family: str, *, tied: bool = False, **changes: Any) -> PretrainedConfig:
@@ -30,13 +59,7 @@ def tiny_config(family: str, *, tied: bool = False, **changes: Any) -> Pretraine
         "bos_token_id": 0,
         "eos_token_id": 1,
     }
-    classes: dict[str, type[PretrainedConfig]] = {
-        "llama": LlamaConfig,
-        "mistral": MistralConfig,
-        "qwen2": Qwen2Config,
-        "qwen3": Qwen3Config,
-    }
-    return classes[family](**{**sizes, **changes})
+    return AutoConfig.for_model(family, **{**sizes, **_FAMILY_SIZES.get(family, {}), **changes})
 
 
 def make_model(

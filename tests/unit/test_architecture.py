@@ -16,12 +16,12 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megatron_p3o.architecture import (
     ModelArchitecture,
-    check_layout,
-    fingerprint,
+    MoeArchitecture,
     padded_vocab_size,
     read_architecture,
 )
-from megatron_p3o.errors import ConfigurationError, InputError
+from megatron_p3o.errors import InputError
+from megatron_p3o.model_files import fingerprint
 
 _LLAMA: dict[str, Any] = {  # as transformers 5 writes it
     "architectures": ["LlamaForCausalLM"],
@@ -77,6 +77,20 @@ _QWEN3: dict[str, Any] = {  # as transformers 4 writes it
     "use_cache": True,
     "use_sliding_window": False,
     "vocab_size": 151936,
+}
+_QWEN3_MOE: dict[str, Any] = {
+    **_QWEN3,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 6,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
 }
 _LLAMA3_ROPE: dict[str, Any] = {
     "rope_type": "llama3",
@@ -139,6 +153,61 @@ def test_reads_the_transformers_4_spelling(tmp_path: Path) -> None:
         eos_token_ids=(151645,),
         torch_dtype="bfloat16",
     )
+
+
+def test_reads_a_mixture_of_experts(tmp_path: Path) -> None:
+    architecture = read_architecture(_model_dir(tmp_path, _QWEN3_MOE))
+    assert (architecture.family, architecture.qk_layernorm) == ("qwen3_moe", True)
+    assert architecture.moe == MoeArchitecture(
+        num_experts=128,
+        experts_per_token=8,
+        ffn_hidden_size=768,
+        normalize_topk=True,
+        layers=(0, 1, 2, 3, 4, 5),
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers"),
+    [
+        ({"decoder_sparse_step": 2}, (1, 3, 5)),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [1, 2]}, (3, 5)),
+        ({"mlp_only_layers": [0, 5]}, (1, 2, 3, 4)),
+        ({"mlp_only_layers": None}, (0, 1, 2, 3, 4, 5)),
+        # As transformers 5 may name it.
+        ({"num_experts": None, "num_local_experts": 128}, (0, 1, 2, 3, 4, 5)),
+    ],
+)
+def test_which_layers_are_mixtures(
+    tmp_path: Path, changes: dict[str, Any], layers: tuple[int, ...]
+) -> None:
+    moe = read_architecture(_model_dir(tmp_path, _QWEN3_MOE | changes)).moe
+    assert moe is not None
+    assert (moe.layers, moe.num_experts) == (layers, 128)
+
+
+def test_a_mixture_without_mixture_layers_is_dense(tmp_path: Path) -> None:
+    config = _QWEN3_MOE | {"decoder_sparse_step": 7}
+    assert read_architecture(_model_dir(tmp_path, config)).moe is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts": None}, "num_experts must be given once"),
+        ({"num_local_experts": 64}, "num_experts must be given once"),
+        ({"num_experts_per_tok": 129}, "num_experts_per_tok=129 must be <= num_experts=128"),
+        ({"num_experts_per_tok": 1}, "norm_topk_prob=true with num_experts_per_tok=1"),
+        ({"moe_intermediate_size": None}, "moe_intermediate_size=None must be a positive integer"),
+        ({"mlp_only_layers": "0"}, "mlp_only_layers='0' must be a list"),
+        ({"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size=8 is not known"),
+    ],
+)
+def test_mixtures_that_cannot_be_trained(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        read_architecture(_model_dir(tmp_path, _QWEN3_MOE | changes))
 
 
 @pytest.mark.parametrize(
@@ -305,36 +374,6 @@ def test_a_git_lfs_pointer_is_not_a_weight_file(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(InputError, match="Git LFS"):
         read_architecture(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        (
-            {"tensor": 2, "pipeline": 1},
-            "layout.tensor=2 must divide the model's num_attention_heads=9 and "
-            "num_key_value_heads=3; the nearest legal value is 1 (legal: 1, 3)",
-        ),
-        (
-            {"tensor": 9, "pipeline": 1},
-            "layout.tensor=9 must divide the model's num_key_value_heads=3 and "
-            "ffn_hidden_size=1536; the nearest legal value is 3 (legal: 1, 3)",
-        ),
-        (
-            {"tensor": 1, "pipeline": 4},
-            "layout.pipeline=4 must divide the model's num_layers=30; the nearest legal value is 3 "
-            "(legal: 1, 2, 3, 5, 6, 10, 15, 30)",
-        ),
-    ],
-)
-def test_layouts_that_do_not_divide_the_model(
-    tmp_path: Path, sizes: dict[str, int], message: str
-) -> None:
-    architecture = read_architecture(_model_dir(tmp_path, _LLAMA))
-    check_layout(architecture, tensor=3, pipeline=5)
-    with pytest.raises(ConfigurationError) as caught:
-        check_layout(architecture, **sizes)
-    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,21 @@ def test_every_token_is_in_one_microbatch_of_one_rank(
     assert sum(len(labels(batches)) for batches in ranks) == sum(r for _, r in sizes)
 
 
+def test_lengths_and_counts_are_filled_up_to_multiples() -> None:
+    samples = [scored(str(i), 1, length) for i, length in enumerate([5, 4, 2])]
+    batches = make_microbatches(
+        samples,
+        microbatch_size=1,
+        data_rank=0,
+        data_size=1,
+        device=CPU,
+        length_multiple=3,
+        count_multiple=2,
+    )
+    assert [tuple(batch.input_ids.shape) for batch in batches] == [(1, 6), (1, 6), (1, 3), (1, 3)]
+    assert [batch.num_tokens for batch in batches] == [5, 4, 2, 0]
+
+
 def test_long_and_short_sequences_are_shared_evenly() -> None:
     samples = [scored(str(i), 1, length) for i, length in enumerate([9, 1, 8, 2, 7, 3])]
     lengths = [[s.sample.num_response_tokens for s in share] for share in deal(samples, 2)]

@@ -167,11 +167,28 @@ def test_wrong_values_are_refused_with_field_value_and_rule(
             {"data.chat": False, "data.system_prompt": "Be brief."},
             ["data.system_prompt='Be brief.'", "data.chat=true", "remove"],
         ),
-        ({"layout.context": 2}, ["layout.context=2", "must be 1", "tensor, pipeline and data"]),
+        ({"layout.context": 2}, ["layout.context=2", "must be 1", "expert and data"]),
         ({"layout.sequence_parallel": True}, ["layout.sequence_parallel=true", "remove"]),
-        ({"layout.virtual_pipeline": 2}, ["layout.virtual_pipeline=2", "must be 1"]),
-        ({"layout.expert": 2}, ["layout.expert=2", "must be 1"]),
-        ({"layout.expert_tensor": 2}, ["layout.expert_tensor=2", "must be 1"]),
+        (
+            {"layout.virtual_pipeline": 2},
+            ["layout.virtual_pipeline=2", "layout.pipeline >= 2", "set layout.pipeline=2"],
+        ),
+        (
+            {"layout.first_stage_layers": 3},
+            ["layout.first_stage_layers=3", "layout.pipeline >= 2", "remove"],
+        ),
+        (
+            {"layout.account_for_loss": True},
+            ["layout.account_for_loss=True", "layout.pipeline >= 2", "remove"],
+        ),
+        (
+            {
+                "layout.pipeline": 2,
+                "layout.last_stage_layers": 3,
+                "layout.account_for_embedding": True,
+            },
+            ["layout.last_stage_layers=3", "layout.account_for_embedding=true", "remove one"],
+        ),
         (
             {"train.scoring": "fused", "layout.pipeline": 2},
             ["train.scoring=fused", "layout.pipeline=1", "got 2", "train.scoring=separate"],

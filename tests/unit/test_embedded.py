@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import (
@@ -16,6 +17,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from megatron_p3o.config import SamplingSection
@@ -326,3 +328,35 @@ def test_weights_that_are_not_finite_are_found_at_the_first_token(
     message = "prompt a, sample 0, response position 0 are NaN at weight version 4"
     with pytest.raises(NonFiniteError, match=message):
         engine.generate(REQUESTS)
+
+
+def test_stacked_experts_take_the_tensors_of_a_checkpoint(tmp_path: Path) -> None:
+    Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        norm_topk_prob=True,
+        mlp_only_layers=[0],
+        tie_word_embeddings=False,
+    ).save_pretrained(tmp_path)
+    model = random_model(tmp_path, seed=0)
+    model.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert "model.layers.1.mlp.experts.3.up_proj.weight" in stored
+    engine = engine_for(tmp_path, None)
+    engine.update_weights(stored.items(), version=0)
+    for generation in engine.generate(REQUESTS):
+        prompt = next(r.prompt_ids for r in REQUESTS if r.prompt_id == generation.prompt_id)
+        wanted = forced_logprobs(model, prompt, generation.response_ids, 1.0)
+        assert generation.logprobs == pytest.approx(wanted, abs=1e-5)
+    del stored["model.layers.1.mlp.experts.3.up_proj.weight"]
+    with pytest.raises(RunError, match=r"experts\.3\.up_proj"):
+        engine.update_weights(stored.items(), version=1)

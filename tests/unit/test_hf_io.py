@@ -16,13 +16,18 @@ from transformers import (
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
-from megatron_p3o.architecture import check_layout, padded_vocab_size, read_architecture
+from megatron_p3o.architecture import padded_vocab_size, read_architecture
+from megatron_p3o.config import LayoutSection
 from megatron_p3o.errors import InputError
+from megatron_p3o.splitting import check_layout
 from megatron_p3o.weights import (
     HfReader,
     ParamRow,
+    TensorShard,
     hf_tensors,
     load_hf_weights,
     param_rows,
@@ -30,6 +35,7 @@ from megatron_p3o.weights import (
 )
 
 _VOCAB, _HIDDEN, _FFN, _HEAD_DIM = 100, 32, 48, 8
+_WHOLE = TensorShard(0, 1)
 
 
 def _save_tiny(
@@ -77,6 +83,8 @@ def _local_shape(row: ParamRow, tensor_size: int) -> list[int]:
         return [rows, shapes[0][1] // tensor_size]
     if "norm" in row.megatron:
         return [rows]
+    if "router" in row.megatron:
+        return [rows, shapes[0][1]]
     return [rows // tensor_size, shapes[0][1]]
 
 
@@ -85,7 +93,7 @@ def _load_all_ranks(
 ) -> list[dict[str, Tensor]]:
     """Each tensor rank's parameters, filled from the directory."""
     architecture = read_architecture(model_dir)
-    check_layout(architecture, tensor=tensor_size, pipeline=1)
+    check_layout(architecture, LayoutSection(tensor=tensor_size))
     ranks = []
     for rank in range(tensor_size):
         targets = {
@@ -95,9 +103,8 @@ def _load_all_ranks(
             for row in param_rows(architecture)
         }
         with HfReader(model_dir) as reader:
-            load_hf_weights(
-                reader, architecture, targets, tensor_rank=rank, tensor_size=tensor_size
-            )
+            shard = TensorShard(rank, tensor_size)
+            load_hf_weights(reader, architecture, targets, dense=shard, expert=shard)
         ranks.append(targets)
     return ranks
 
@@ -163,7 +170,7 @@ def test_tied_last_stage_gets_the_embedding_in_its_own_dtype(tmp_path: Path) -> 
         "decoder.layers.1.mlp.linear_fc2.weight": torch.full((_HIDDEN, _FFN), torch.nan),
     }
     with HfReader(tmp_path) as reader:
-        load_hf_weights(reader, read_architecture(tmp_path), targets, tensor_rank=0, tensor_size=1)
+        load_hf_weights(reader, read_architecture(tmp_path), targets, dense=_WHOLE, expert=_WHOLE)
     output = targets["output_layer.weight"]
     assert torch.equal(output[:_VOCAB], source["model.embed_tokens.weight"].float())
     assert torch.equal(output[_VOCAB:], torch.zeros(28, _HIDDEN))
@@ -177,8 +184,8 @@ def test_an_unknown_parameter_is_named(tmp_path: Path) -> None:
             reader,
             read_architecture(tmp_path),
             {name: torch.empty(_HEAD_DIM)},
-            tensor_rank=0,
-            tensor_size=1,
+            dense=_WHOLE,
+            expert=_WHOLE,
         )
 
 
@@ -297,3 +304,45 @@ def test_a_file_that_safetensors_refuses_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
     with HfReader(tmp_path) as reader, pytest.raises(InputError, match=r"model\.safetensors"):
         reader.get("a", shape=(1,))
+
+
+def test_experts_are_cut_over_their_own_ranks(tmp_path: Path) -> None:
+    """Two tensor ranks, three expert tensor ranks: each row by its own, and back bitwise."""
+    config = Qwen3MoeConfig(
+        num_hidden_layers=2,
+        hidden_size=_HIDDEN,
+        intermediate_size=_FFN,
+        vocab_size=_VOCAB,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=_HEAD_DIM,
+        num_experts=3,
+        num_experts_per_tok=2,
+        moe_intermediate_size=12,
+        mlp_only_layers=[1],
+        tie_word_embeddings=False,
+    )
+    model = Qwen3MoeForCausalLM(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    model.save_pretrained(tmp_path)
+    architecture = read_architecture(tmp_path)
+    rows = {row.megatron: row for row in param_rows(architecture)}
+    shards: dict[str, list[Tensor]] = {}
+    for name, row in rows.items():
+        size = 3 if row.expert else 2
+        for rank in range(size):
+            target = torch.full(_local_shape(row, size), torch.nan)
+            with HfReader(tmp_path) as reader:
+                load_hf_weights(
+                    reader,
+                    architecture,
+                    {row.te_name or name: target},
+                    dense=TensorShard(rank, 2),
+                    expert=TensorShard(rank, 3),
+                )
+            shards.setdefault(name, []).append(target)
+    expert = shards["decoder.layers.0.mlp.experts.local_experts.2.linear_fc1.weight"]
+    assert [tuple(shard.shape) for shard in expert] == [(8, _HIDDEN)] * 3
+    stored = load_file(tmp_path / "model.safetensors")
+    _assert_same(list(hf_tensors(architecture, shards.__getitem__)), stored)

@@ -10,24 +10,35 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "megatron_p3o"
 # What a part may import of ours, besides itself.
-LEAVES = {"types", "config", "errors", "architecture"}
+LEAVES = {"types", "config", "errors", "architecture", "model_files"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "types": set(),
     "config": {"errors"},
-    "architecture": {"errors"},
+    "model_files": {"errors"},
+    "architecture": {"errors", "model_files"},
     "algorithms": {"types", "config", "errors"},
     "weights": LEAVES,
     "rollout": LEAVES,
     "parallel": LEAVES | {"run_dir"},
     "data": LEAVES,
     "run_dir": LEAVES,
-    "preflight": LEAVES | {"data", "run_dir"},
+    "splitting": {"architecture", "config", "errors"},
+    "preflight": LEAVES | {"data", "run_dir", "splitting"},
     "trainer": LEAVES
     | {"algorithms", "weights", "rollout", "parallel", "data", "run_dir", "preflight"},
     "cli": LEAVES | {"preflight", "trainer"},
 }
-WITHOUT_TORCH = ("errors", "config", "architecture", "run_dir", "data", "preflight", "cli")
+WITHOUT_TORCH = (
+    "errors",
+    "config",
+    "model_files",
+    "splitting",
+    "run_dir",
+    "data",
+    "preflight",
+    "cli",
+)
 
 
 def sources(part: str) -> list[Path]:

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from megatron_p3o.config import LayoutSection
 from megatron_p3o.errors import ConfigurationError
-from megatron_p3o.parallel.layout import Coordinates, ParallelLayout
+from megatron_p3o.parallel.layout import Coordinates, ExpertCoordinates, ParallelLayout
 
 
 def test_ranks_follow_megatrons_order() -> None:
@@ -45,6 +45,44 @@ def test_ranks_that_do_not_form_the_layout(
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
         ParallelLayout.for_world(section, world_size)
+
+
+def test_expert_ranks_follow_megatrons_order() -> None:
+    layout = ParallelLayout(tensor=2, pipeline=2, data=4, expert=2, expert_tensor=2)
+    assert layout.world_size == 16
+    seen = [layout.expert_coordinates(rank) for rank in range(16)]
+    assert seen[:5] == [
+        ExpertCoordinates(expert_tensor=0, expert=0, copy=0),
+        ExpertCoordinates(expert_tensor=1, expert=0, copy=0),
+        ExpertCoordinates(expert_tensor=0, expert=1, copy=0),
+        ExpertCoordinates(expert_tensor=1, expert=1, copy=0),
+        ExpertCoordinates(expert_tensor=0, expert=0, copy=1),
+    ]
+    assert seen[8:] == seen[:8]  # the second pipeline stage
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (
+            {"data": 2, "expert": 4},
+            "layout.expert=4 x layout.expert_tensor=1 must divide a pipeline stage's 2 ranks "
+            r"\(tensor 1 x context 1 x data 2\); the nearest legal layout.expert is 2, and "
+            "layout.data=4 would suit",
+        ),
+        (
+            {"data": 6, "expert": 2, "expert_tensor": 2},
+            "the nearest legal layout.expert is 1, and layout.data=4 would suit",
+        ),
+        (
+            {"tensor": 3, "expert_tensor": 2},
+            "layout.expert_tensor=2 must divide .* 3 ranks .* the nearest legal value is 1",
+        ),
+    ],
+)
+def test_experts_must_divide_the_ranks_of_a_stage(sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        ParallelLayout(**sizes)
 
 
 def test_sizes_below_one_are_refused() -> None:

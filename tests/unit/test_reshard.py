@@ -13,7 +13,8 @@ from megatron_p3o.weights.resharding.run import ReshardOptions, reshard
 from megatron_p3o.weights.resharding.target import TargetLayout
 from tests.unit.reshard_models import make_model
 
-DENSE = ["llama", "mistral", "qwen2", "qwen3"]
+DENSE = ["llama", "mistral", "qwen2", "qwen3", "glm4"]
+MOE = ["mixtral", "qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3"]
 
 
 def load_weights(directory: Path) -> dict[str, Tensor]:
@@ -54,6 +55,15 @@ def run(source: Path, destination: Path, to: str, *, layout: Any = None, **optio
 def test_every_format_in_turn_gives_back_the_model(tmp_path: Path, family: str, tied: bool) -> None:
     start = make_model(tmp_path / "start", family, tied=tied)
     dist = run(start, tmp_path / "dist", "torch_dist", layout=TargetLayout(tensor=2, pipeline=2))
+    torch_dir = run(dist, tmp_path / "torch", "torch", layout=TargetLayout(tensor=4))
+    assert_same_model(start, run(torch_dir, tmp_path / "end", "hf"))
+
+
+@pytest.mark.parametrize("family", MOE)
+def test_experts_come_back_in_their_order(tmp_path: Path, family: str) -> None:
+    start = make_model(tmp_path / "start", family)
+    layout = TargetLayout(tensor=2, pipeline=2, expert=2)
+    dist = run(start, tmp_path / "dist", "torch_dist", layout=layout)
     torch_dir = run(dist, tmp_path / "torch", "torch", layout=TargetLayout(tensor=4))
     assert_same_model(start, run(torch_dir, tmp_path / "end", "hf"))
 

@@ -45,6 +45,7 @@ from megatron_p3o.weights.resharding.values import RowValue
 
 _LOCAL_EXPERTS = re.compile(r"\.local_experts\.(\d+)\.")
 _GROUPED_EXPERT = re.compile(r"\.experts\.linear_fc[12]\.weight\d+$")
+_MOE_NORM = "pre_mlp_layernorm.weight"
 _OPTIMIZER = ("optimizer.", "chained_")
 _BESIDE_WEIGHTS = re.compile(r"(^|/|\.)(_extra_state|rng_state|rerun_state_machine_state)\b")
 
@@ -54,6 +55,9 @@ def dist_names(row: ParamRow) -> Iterator[str]:
     for name in (row.te_name, row.megatron):
         if name is not None and not _GROUPED_EXPERT.search(name):
             yield _LOCAL_EXPERTS.sub(".experts.", name)
+    if row.te_name is None and row.megatron.endswith(_MOE_NORM):
+        # Megatron's local layers store it as they store the norm in front of a dense MLP.
+        yield row.megatron.replace(_MOE_NORM, "mlp.linear_fc1.layer_norm_weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +93,11 @@ class DistSource:
         self.common: dict[str, Any] = load_archive(directory / "common.pt", unsafe=unsafe)
         arguments = self.common.get("args")
         self.config, self.files = find_config(directory, config_dir, arguments)
-        self.architecture = describe_model(self.config, f"configuration of {str(directory)!r}")
-        self.rows = param_rows(self.architecture)
+        architecture = describe_model(self.config, f"configuration of {str(directory)!r}")
+        if not any(key.startswith("mtp.") for key in self.metadata.state_dict_metadata):
+            architecture = replace(architecture, num_mtp_layers=0)
+        self.architecture = architecture
+        self.rows = param_rows(architecture)
         iteration = self.common.get("iteration")
         self.iteration: int | None = iteration if isinstance(iteration, int) else None
         self.notes: list[str] = []

@@ -103,11 +103,12 @@ class HfSink:
                 self._slots[name].append(part.quantized)
                 self._slots[name + SCALE_SUFFIX].append(part.scale_inv)
             else:
-                self._slots[name].append(part)
+                for copy in (name, *row.copies):
+                    self._slots[copy].append(part)
 
     def write_rows(self, row: ParamRow, tensor: Tensor, start: int) -> None:
-        (name,) = row.hf
-        self._slots[name].append(tensor)
+        for name in (*row.hf, *row.copies):
+            self._slots[name].append(tensor)
 
     def finish(self) -> None:
         assert all(slot.is_complete for slot in self._slots.values())
@@ -121,7 +122,8 @@ class HfSink:
         self._stack.close()
 
     def _plan(self, row: ParamRow, dtype: torch.dtype, max_shard_bytes: int) -> None:
-        for name, shape in row.hf.items():
+        copies = {copy: shape for copy in row.copies for shape in row.hf.values()}
+        for name, shape in (*row.hf.items(), *copies.items()):
             planned = [(name, dtype, shape)]
             if dtype is torch.float8_e4m3fn:
                 planned.append((name + SCALE_SUFFIX, torch.float32, num_blocks(shape)))

@@ -7,14 +7,15 @@ beside it `<name>_scale_inv`, and say so under `quantization_config`.
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_p3o.architecture import read_weight_headers
 from megatron_p3o.errors import InputError
+from megatron_p3o.model_files import read_weight_headers
 from megatron_p3o.weights.families import ParamRow, param_rows
 from megatron_p3o.weights.quantize import BLOCK, num_blocks
 from megatron_p3o.weights.resharding.describe import describe_model, read_config
@@ -50,12 +51,20 @@ class HfSource:
         self.directory = directory
         self.files = directory
         self.config = read_config(directory)
-        self.architecture = describe_model(self.config, str(directory / "config.json"))
-        self.rows = param_rows(self.architecture)
         self.notes: list[str] = []
         self._tensors = _stored_tensors(directory)
+        architecture = describe_model(self.config, str(directory / "config.json"))
+        first_beyond = f"model.layers.{architecture.num_layers}."
+        if not any(name.startswith(first_beyond) for name in self._tensors):
+            # transformers leaves them out, while config.json goes on to count them.
+            architecture = replace(architecture, num_mtp_layers=0)
+        self.architecture = architecture
+        self.rows = param_rows(architecture)
         num_files = len({tensor.path for tensor in self._tensors.values()})
         self.layout = f"{num_files} file{'s' * (num_files > 1)}"
+        self._copies = {
+            copy: original for row in self.rows for original in row.hf for copy in row.copies
+        }
         self._check_quantization_config()
         self._check_names()
         self._dtypes = {row.megatron: self._find_dtype(row) for row in self.rows}
@@ -125,7 +134,10 @@ class HfSource:
                     f"{BLOCK[1]} need {list(shape)}; copy the model again"
                 )
         elif name == "lm_head.weight" and self.architecture.tie_word_embeddings:
-            self._check_tied_head(name)
+            self._check_copy(name, "model.embed_tokens.weight")
+            self.notes.append(f"{name} equals the embedding that it is tied to and is left out")
+        elif name in self._copies:
+            self._check_copy(name, self._copies[name])
         elif name.endswith(_DERIVED_SUFFIX):
             self.notes.append(f"{name} follows from config.json and is left out")
         else:
@@ -134,19 +146,21 @@ class HfSource:
                 "model of this config.json; use the config.json that belongs to the weights"
             )
 
-    def _check_tied_head(self, name: str) -> None:
-        embedding, head = self._tensors["model.embed_tokens.weight"], self._tensors[name]
+    def _check_copy(self, name: str, original: str) -> None:
+        one, other = self._tensors[original], self._tensors[name]
         step = 4096
-        is_same = embedding.shape == head.shape and all(
-            same_bits(embedding.read(start, start + step), head.read(start, start + step))
-            for start in range(0, embedding.shape[0], step)
+        is_same = one.shape == other.shape and all(
+            same_bits(one.read(start, start + step), other.read(start, start + step))
+            for start in range(0, one.shape[0], step)
         )
         if not is_same:
+            tied = name == "lm_head.weight"
+            remedy = "set it to false, or " if tied else ""
+            rule = " although config.json says tie_word_embeddings=true" if tied else ""
             raise self._error(
-                f"{name} differs from model.embed_tokens.weight although config.json says "
-                f"tie_word_embeddings=true; set it to false, or remove {name}"
+                f"{name} differs from {original}{rule}, and Megatron has one tensor for both; "
+                f"{remedy}remove {name}"
             )
-        self.notes.append(f"{name} equals the embedding that it is tied to and is left out")
 
     def _find_dtype(self, row: ParamRow) -> torch.dtype:
         dtypes = {self._tensors[name].dtype for name in row.hf}

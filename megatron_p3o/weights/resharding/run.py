@@ -132,6 +132,8 @@ def target_dtype(source: Source, row: ParamRow, options: ReshardOptions) -> torc
     """The dtype in which a row is written; float8_e4m3fn means FP8 blocks."""
     stored = source.dtype(row)
     fp8 = torch.float8_e4m3fn
+    if row.keep_dtype:
+        return stored
     if options.dtype == "bf16":
         return torch.bfloat16
     if options.dtype == "fp32":

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from megatron_p3o.architecture import ModelArchitecture
 from megatron_p3o.errors import ConfigurationError
 from megatron_p3o.weights.families import ParamRow
-from megatron_p3o.weights.layouts import GateUp, Qkv, Replicated, RowParallel, Vocab
+from megatron_p3o.weights.layouts import ColumnParallel, GateUp, Qkv, Replicated, RowParallel, Vocab
 
 _LAYER = re.compile(r"^(decoder|mtp)\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.")
@@ -178,8 +178,10 @@ def _can_cut(row: ParamRow, size: int) -> bool:
         heads, groups = layout.num_heads, layout.num_kv_heads
         # Fewer groups than ranks are cut by plain rows, as Megatron's SelfAttention expects.
         return heads % size == 0 and (groups % size == 0 or size % groups == 0)
+    if isinstance(layout, ColumnParallel):
+        return layout.num_units % size == 0
     if isinstance(layout, GateUp):
-        return next(iter(row.hf.values()))[0] % size == 0
+        return global_shape(row)[0] // 2 % size == 0
     if isinstance(layout, RowParallel):
         return global_shape(row)[1] % size == 0
     return True
@@ -192,6 +194,8 @@ def _rule(row: ParamRow) -> str:
             f"it must divide num_attention_heads={layout.num_heads}, and divide "
             f"num_key_value_heads={layout.num_kv_heads} or be a multiple of it"
         )
+    if isinstance(layout, ColumnParallel):
+        return f"it must divide its {layout.num_units} heads or channels"
     if isinstance(layout, GateUp):
-        return f"it must divide its {next(iter(row.hf.values()))[0]} channels"
+        return f"it must divide its {global_shape(row)[0] // 2} channels"
     return f"it must divide its {global_shape(row)[1]} channels"

@@ -68,6 +68,7 @@ class TorchSink:
         self._spelling = 0 if transformer_engine else -1
         self._num_experts = 1 + max(row_expert(row) or 0 for row in rows)
         self._is_tied = all(row.megatron != OUTPUT for row in rows)
+        self._has_mtp = any(row.megatron.startswith("mtp.") for row in rows)
         # For every row, every shard of it in every file that holds the shard.
         self._planned: dict[str, list[list[PlannedTensor]]] = {}
         models: dict[FileRank, list[dict[str, PlannedTensor]]] = {
@@ -156,9 +157,12 @@ class TorchSink:
         first_expert = 0 if expert is None else expert // per_rank * per_rank
         name = list(local_names(row, index, first_expert))[self._spelling]
         places = [(chunk, name)]
-        if row.megatron == EMBEDDING and self._is_tied and self._layout.last_chunk > 0:
-            # The last stage computes logits with a copy of its own.
-            places.append((self._layout.last_chunk, OUTPUT))
+        if row.megatron == EMBEDDING and self._layout.last_chunk > 0:
+            # The last stage has a copy of its own: to embed further tokens, or for logits.
+            if self._has_mtp:
+                places.append((self._layout.last_chunk, EMBEDDING))
+            elif self._is_tied:
+                places.append((self._layout.last_chunk, OUTPUT))
         size, shape = self._layout.num_shards(row), shard_shape(row, self._layout)
         shards: list[list[PlannedTensor]] = [[] for _ in range(size)]
         for place, local in places:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,13 +68,17 @@ class TorchSource:
         contents = _load_files(directory, unsafe=unsafe)
         arguments = next(iter(contents.values())).get("args")
         self.config, self.files = find_config(directory, config_dir, arguments)
-        self.architecture = describe_model(self.config, f"configuration of {str(directory)!r}")
-        self.rows = param_rows(self.architecture)
+        architecture = describe_model(self.config, f"configuration of {str(directory)!r}")
         iteration = next(iter(contents.values())).get("iteration")
         self.iteration: int | None = iteration if isinstance(iteration, int) else None
         self._chunks = {
             rank: self._model_chunks(rank, content) for rank, content in contents.items()
         }
+        names = {n for chunks in self._chunks.values() for chunk in chunks for n in chunk}
+        if not any(name.startswith("mtp.") for name in names):
+            architecture = replace(architecture, num_mtp_layers=0)
+        self.architecture = architecture
+        self.rows = param_rows(architecture)
         if any("optimizer" in content for content in contents.values()):
             self.notes.append("the optimizer's state is left behind")
         self._layout = self._find_layout()
@@ -240,8 +245,9 @@ class TorchSource:
                 for name in chunk:
                     if (rank, virtual, name) in self._used or _BESIDE_WEIGHTS.search(name):
                         continue
-                    if name == OUTPUT and self.architecture.tie_word_embeddings:
-                        self._check_tied_copy(rank, chunk[name])
+                    is_tied = name == OUTPUT and self.architecture.tie_word_embeddings
+                    if is_tied or (name == EMBEDDING and self.architecture.num_mtp_layers):
+                        self._check_copy(name, rank, chunk[name])
                         continue
                     raise self._error(
                         f"the file of {rank} holds {name}, which has no place in a "
@@ -249,7 +255,7 @@ class TorchSource:
                         "own config.json with --config"
                     )
 
-    def _check_tied_copy(self, rank: FileRank, copy: StoredTensor) -> None:
+    def _check_copy(self, name: str, rank: FileRank, copy: StoredTensor) -> None:
         original = self._shards[EMBEDDING].tensors[rank.tensor]
         step = 4096
         is_same = original.shape == copy.shape and all(
@@ -258,8 +264,9 @@ class TorchSource:
         )
         if not is_same:
             raise self._error(
-                f"{OUTPUT} of {rank} differs from the embedding that the configuration ties it "
-                "to; use a config.json with tie_word_embeddings=false (--config)"
+                f"{name} of {rank} differs from the first stage's embedding, of which the "
+                "configuration makes it a copy; use the config.json that belongs to the weights "
+                "(--config)"
             )
 
 
