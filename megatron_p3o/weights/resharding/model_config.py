@@ -62,6 +62,12 @@ def _candidates(directory: Path) -> list[Path]:
     if run_config.is_file():
         content = yaml.safe_load(run_config.read_text(encoding="utf-8"))
         model = content.get("model", {}).get("path") if isinstance(content, dict) else None
+        if isinstance(model, str) and not (Path(model) / "config.json").is_file():
+            raise InputError(
+                f"{str(run_config)!r} names model.path={model!r}, which is not found from here; "
+                "start in the directory where the run was started, or name the model's directory "
+                "with --config"
+            )
         if isinstance(model, str):
             found.append(Path(model))
     return found

@@ -16,7 +16,6 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -32,10 +31,9 @@ from megatron_p3o.weights.resharding.target import TargetLayout, global_shape
 from megatron_p3o.weights.resharding.torch_sink import TorchSink
 from megatron_p3o.weights.resharding.values import RowValue, count_nonfinite, same_bits
 
-Format = Literal["hf", "torch_dist", "torch"]
-DtypeChoice = Literal["keep", "bf16", "fp32", "fp8-block"]
-FORMATS: tuple[Format, ...] = ("hf", "torch_dist", "torch")
-DTYPES: tuple[DtypeChoice, ...] = ("keep", "bf16", "fp32", "fp8-block")
+FORMATS = ("hf", "torch_dist", "torch")
+DTYPES = ("keep", "bf16", "fp32", "fp8-block")
+NAMES = ("te", "local")
 
 # Bytes of rows in flight; each row needs about three times its size while it is converted.
 _MEMORY_BUDGET = 768 * 1024 * 1024
@@ -50,11 +48,14 @@ Progress = Callable[[str, int, int], None]
 class ReshardOptions:
     """Everything but source and destination."""
 
-    to: Format
+    to: str
+    """One of `FORMATS`."""
     layout: TargetLayout = field(default_factory=TargetLayout)
-    dtype: DtypeChoice = "keep"
-    transformer_engine: bool = True
-    """For `torch`: parameter names of Transformer Engine's layers, or of Megatron's local ones."""
+    dtype: str = "keep"
+    """One of `DTYPES`."""
+    names: str = "te"
+    """For `torch`, one of `NAMES`: those of Transformer Engine's layers or of Megatron's local
+    ones."""
     workers: int = 2
     verify: bool = False
     max_shard_bytes: int = 5_000_000_000
@@ -336,7 +337,7 @@ def _make_sink(source: Source, dtypes: dict[str, torch.dtype], options: ReshardO
         files=source.files,
         arguments=arguments,
         iteration=source.iteration,
-        transformer_engine=options.transformer_engine,
+        transformer_engine=options.names == "te",
     )
 
 
@@ -344,6 +345,7 @@ def _check_options(options: ReshardOptions) -> None:
     for name, value, legal in (
         ("--to", options.to, FORMATS),
         ("--dtype", options.dtype, DTYPES),
+        ("--names", options.names, NAMES),
     ):
         if value not in legal:
             raise ConfigurationError(f"{name}={value} must be one of {', '.join(legal)}")
