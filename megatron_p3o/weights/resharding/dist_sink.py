@@ -8,7 +8,6 @@ one; they are empty and share one archive.
 
 import json
 import pickle
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -83,7 +82,6 @@ class DistSink:
         *,
         config: Mapping[str, Any],
         files: Path | None,
-        arguments: Namespace,
         iteration: int | None,
     ) -> None:
         """
@@ -93,7 +91,6 @@ class DistSink:
             layout: resolved; its tensor ranks and stages set chunks and files.
             config: the model's config.json, carried along.
             files: where tokenizer and generation files are copied from.
-            arguments: Megatron-LM's `args`.
             iteration: of the source, if it has one.
         """
         self._layout = layout
@@ -103,10 +100,11 @@ class DistSink:
         self._stack_layers = _layers_are_equal(rows)
         self._num_layers = 1 + max(row_layer(row) or 0 for row in rows)
         self._num_experts = 1 + max(row_expert(row) or 0 for row in rows)
-        self._common = ArchivePlan(self._common_state(arguments, iteration))
+        self._common = ArchivePlan(self._common_state(iteration))
         self._extra = ArchivePlan([None])
         self._chunks: dict[str, list[_Chunk]] = {}
         self._entries: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        self._aliases: dict[str, list[str]] = {}
         self._sizes: dict[str, int] = {}
         for row in rows:
             self._plan(row, dtypes[row.megatron])
@@ -163,9 +161,9 @@ class DistSink:
     def close(self) -> None:
         self._exit.close()
 
-    def _common_state(self, arguments: Namespace, iteration: int | None) -> dict[str, Any]:
+    def _common_state(self, iteration: int | None) -> dict[str, Any]:
+        # Without Megatron-LM's `args`: Megatron-Core alone refuses a file with an object in it.
         return {
-            "args": arguments,
             "checkpoint_version": 3.0,
             "iteration": iteration or 0,
             # What Megatron-LM asks of a checkpoint before it builds the state to load.
@@ -177,10 +175,11 @@ class DistSink:
 
     def _plan(self, row: ParamRow, dtype: torch.dtype) -> None:
         layer, expert = row_layer(row), row_expert(row)
-        key = next(dist_names(row))
+        key, *aliases = dict.fromkeys(dist_names(row))
         lead: list[tuple[int, int]] = []
         if layer is not None and self._stack_layers:
             key = rename_layer(key, "")
+            aliases = [rename_layer(alias, "") for alias in aliases]
             lead.append((layer, self._num_layers))
         if expert is not None:
             lead.append((expert, self._num_experts))
@@ -189,6 +188,8 @@ class DistSink:
         if isinstance(row.layout, Vocab):
             shape[0] = self._layout.padded_vocab(shape[0])
         self._entries[key] = (dtype, (*depths, *shape))
+        # Layer implementations name norms differently; every name leads to the same bytes.
+        self._aliases[key] = aliases
         num_chunks = self._layout.num_shards(row) * (1 + isinstance(row.layout, GateUp))
         axis = int(isinstance(row.layout, RowParallel))
         sizes = list(shape)
@@ -239,17 +240,16 @@ class DistSink:
                 yield f"{module}._extra_state/shard_{indices}_{sizes}"
 
     def _write_metadata(self) -> None:
-        tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
-            key: TensorStorageMetadata(TensorProperties(dtype), torch.Size(shape), [])
-            for key, (dtype, shape) in self._entries.items()
-        }
+        tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         storage: dict[MetadataIndex, _StorageInfo] = {}
-        for chunks in self._chunks.values():
-            for chunk in chunks:
-                entry = tensors[chunk.key]
+        for chunk in (chunk for chunks in self._chunks.values() for chunk in chunks):
+            dtype, shape = self._entries[chunk.key]
+            place = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+            for key in (chunk.key, *self._aliases[chunk.key]):
+                empty = TensorStorageMetadata(TensorProperties(dtype), torch.Size(shape), [])
+                entry = tensors.setdefault(key, empty)
                 assert isinstance(entry, TensorStorageMetadata)
-                place = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
-                index = MetadataIndex(chunk.key, place.offsets, len(entry.chunks))
+                index = MetadataIndex(key, place.offsets, len(entry.chunks))
                 entry.chunks.append(place)
                 storage[index] = _StorageInfo(chunk.file, chunk.position, chunk.plan.size)
         name, position = self._extra_place

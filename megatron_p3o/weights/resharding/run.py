@@ -318,7 +318,6 @@ def _make_sink(source: Source, dtypes: dict[str, torch.dtype], options: ReshardO
         )
     layout = options.layout.resolved(source.architecture)
     layout.check_rows(source.rows)
-    arguments = arguments_from_config(source.config, source.architecture, layout)
     if options.to == "torch_dist":
         return DistSink(
             dtypes,
@@ -326,9 +325,9 @@ def _make_sink(source: Source, dtypes: dict[str, torch.dtype], options: ReshardO
             layout,
             config=source.config,
             files=source.files,
-            arguments=arguments,
             iteration=source.iteration,
         )
+    arguments = arguments_from_config(source.config, source.architecture, layout)
     return TorchSink(
         dtypes,
         source.rows,
