@@ -45,12 +45,25 @@ class TargetLayout:
             chunk_layers=self.chunk_layers or self._equal_chunks(architecture),
         )
         layout._check_chunks(architecture)
+        layout._check_experts(architecture)
         if self.tensor % expert_tensor:
             raise ConfigurationError(
                 f"--etp={expert_tensor} must divide --tp={self.tensor}: the files of a checkpoint "
                 "are named by the tensor rank; use a divisor"
             )
         return layout
+
+    def _check_experts(self, architecture: ModelArchitecture) -> None:
+        moe = architecture.moe
+        if moe is None and self.expert != 1:
+            raise ConfigurationError(
+                f"--ep={self.expert} shares experts, but the model has none; leave it out"
+            )
+        if moe is not None and moe.num_experts % self.expert:
+            raise ConfigurationError(
+                f"--ep={self.expert} must divide the model's num_experts={moe.num_experts}; use a "
+                "divisor"
+            )
 
     def _flags(self) -> dict[str, int]:
         return {

@@ -13,7 +13,7 @@ from megatron_p3o.errors import InputError
 from megatron_p3o.weights.families import ParamRow, param_rows
 from megatron_p3o.weights.layouts import Vocab
 from megatron_p3o.weights.resharding.describe import describe_model
-from megatron_p3o.weights.resharding.files import StoredTensor
+from megatron_p3o.weights.resharding.files import StoredTensor, num_bytes, num_elements
 from megatron_p3o.weights.resharding.model_config import find_config
 from megatron_p3o.weights.resharding.pickles import load_archive
 from megatron_p3o.weights.resharding.target import (
@@ -35,6 +35,7 @@ from megatron_p3o.weights.resharding.values import RowValue, same_bits
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(?:local_experts\.(\d+)\.|linear_fc[12]\.weight(\d+)$)")
+_GROUPED = re.compile(r"\.experts\.weight([12])$")
 _BESIDE_WEIGHTS = re.compile(r"(^|\.)(_extra_state|rotary_pos_emb\.inv_freq)$")
 
 _Chunk = dict[str, StoredTensor]
@@ -71,8 +72,11 @@ class TorchSource:
         architecture = describe_model(self.config, f"configuration of {str(directory)!r}")
         iteration = next(iter(contents.values())).get("iteration")
         self.iteration: int | None = iteration if isinstance(iteration, int) else None
+        num_experts = architecture.moe.num_experts if architecture.moe is not None else 1
+        num_local_experts = num_experts // (1 + max(rank.expert for rank in contents))
         self._chunks = {
-            rank: self._model_chunks(rank, content) for rank, content in contents.items()
+            rank: self._model_chunks(rank, content, architecture.hidden_size, num_local_experts)
+            for rank, content in contents.items()
         }
         names = {n for chunks in self._chunks.values() for chunk in chunks for n in chunk}
         if not any(name.startswith("mtp.") for name in names):
@@ -115,7 +119,9 @@ class TorchSource:
     def _error(self, problem: str) -> InputError:
         return InputError(f"{str(self.directory)!r}: {problem}")
 
-    def _model_chunks(self, rank: FileRank, content: Mapping[str, Any]) -> list[_Chunk]:
+    def _model_chunks(
+        self, rank: FileRank, content: Mapping[str, Any], hidden_size: int, num_local_experts: int
+    ) -> list[_Chunk]:
         names = ["model"] if "model" in content else []
         names += sorted(
             (key for key in content if re.fullmatch(r"model\d+", str(key))),
@@ -129,7 +135,8 @@ class TorchSource:
                     f"{name} is not a state dict of Megatron-Core; convert the checkpoint to "
                     "Megatron-Core with the Megatron-LM that wrote it"
                 )
-            chunks.append({k: v for k, v in model.items() if isinstance(v, StoredTensor)})
+            tensors = {k: v for k, v in model.items() if isinstance(v, StoredTensor)}
+            chunks.append(_split_grouped(tensors, hidden_size, num_local_experts))
         if not chunks:
             raise self._error(f"the file of {rank} holds no model; copy it again")
         return chunks
@@ -268,6 +275,30 @@ class TorchSource:
                 "configuration makes it a copy; use the config.json that belongs to the weights "
                 "(--config)"
             )
+
+
+def _split_grouped(chunk: _Chunk, hidden_size: int, num_local_experts: int) -> _Chunk:
+    """Grouped-GEMM experts as if each were stored alone.
+
+    Megatron's GroupedMLP keeps `weight1` [hidden, experts * 2 ffn] and `weight2`
+    [experts * ffn, hidden] whose memory is a run of experts, each transposed: [hidden, 2 ffn] and
+    [ffn, hidden] (megatron/core/transformer/moe/experts.py).
+    """
+    split: _Chunk = {}
+    for name, stored in chunk.items():
+        match = _GROUPED.search(name)
+        if match is None:
+            split[name] = stored
+            continue
+        channels = num_elements(stored.shape) // hidden_size // num_local_experts
+        shape = (channels, hidden_size) if match[1] == "1" else (hidden_size, channels)
+        step = num_bytes(shape, stored.dtype)
+        for expert in range(num_local_experts):
+            local = f"{name[: match.start()]}.experts.local_experts.{expert}.linear_fc{match[1]}"
+            split[f"{local}.weight"] = StoredTensor(
+                stored.path, stored.offset + expert * step, stored.dtype, shape, (1, shape[0])
+            )
+    return split
 
 
 def _load_files(directory: Path, *, unsafe: bool) -> dict[FileRank, dict[str, Any]]:
