@@ -327,6 +327,12 @@ def _make_sink(source: Source, dtypes: dict[str, torch.dtype], options: ReshardO
             files=source.files,
             iteration=source.iteration,
         )
+    if options.names == "local" and source.architecture.mla is not None and layout.tensor > 1:
+        raise ConfigurationError(
+            f"--names=local with --tp={layout.tensor} is not supported for latent attention, whose "
+            "down-projections Megatron's local layers cut and Transformer Engine's do not; use "
+            "--names te"
+        )
     arguments = arguments_from_config(source.config, source.architecture, layout)
     return TorchSink(
         dtypes,
