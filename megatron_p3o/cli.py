@@ -93,6 +93,9 @@ def reshard(
         str, typer.Option(help="For torch: parameter names of te (Transformer Engine) or local.")
     ] = "te",
     dtype: Annotated[str, typer.Option(help="keep, bf16, fp32 or fp8-block.")] = "keep",
+    optimizer: Annotated[
+        bool, typer.Option("--optimizer", help="Keep its state, from torch_dist to torch_dist.")
+    ] = False,
     max_shard_size: Annotated[str, typer.Option(help="Of one file, for hf.")] = "5GB",
     workers: Annotated[int, typer.Option(help="Rows in work at once.")] = 2,
     verify: Annotated[
@@ -137,6 +140,7 @@ def reshard(
         layout=layout,
         dtype=dtype,
         names=names,
+        optimizer=optimizer,
         workers=workers,
         verify=verify,
         max_shard_bytes=console.parse_size(max_shard_size),

@@ -6,11 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as torch_checkpoint
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from megatron_p3o.errors import InputError
-from megatron_p3o.weights import TargetLayout, dequantize_blockwise, quantize_blockwise
+from megatron_p3o.errors import ConfigurationError, InputError
+from megatron_p3o.weights import (
+    ReshardOptions,
+    TargetLayout,
+    dequantize_blockwise,
+    quantize_blockwise,
+    reshard,
+)
 from megatron_p3o.weights.resharding.describe import describe_model, read_config
 from megatron_p3o.weights.resharding.detect import open_source
 from megatron_p3o.weights.resharding.model_config import (
@@ -111,7 +118,7 @@ ROPES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("rope", ROPES, ids=["default", "llama3"])
 def test_arguments_hold_every_field_that_matters(
@@ -128,6 +135,8 @@ def test_arguments_hold_every_field_that_matters(
         num_hidden_layers=1,
     )
     config = read_config(start)
+    if family == "qwen3_moe":
+        config |= {"norm_topk_prob": True, "mlp_only_layers": [0], "num_hidden_layers": 3}
     architecture = describe_model(config, "start")
     layout = TargetLayout(tensor=2).resolved(architecture)
     arguments = arguments_from_config(config, architecture, layout)
@@ -190,3 +199,43 @@ def test_any_rope_scaling_is_carried(tmp_path: Path) -> None:
     (start / "config.json").write_text(json.dumps(config))
     cut = run(start, tmp_path / "cut", "torch_dist", layout=TargetLayout(tensor=2))
     assert_same_model(start, run(cut, tmp_path / "end", "hf"))
+
+
+def test_arguments_that_leave_fields_open_are_refused(tmp_path: Path) -> None:
+    start = make_model(tmp_path / "start", "deepseek_v3", num_hidden_layers=2)
+    cut = run(start, tmp_path / "cut", "torch")
+    for path in (cut / "hf").iterdir():
+        path.unlink()
+    (cut / "hf").rmdir()
+    with pytest.raises(InputError, match=r"multi_latent_attention=True.*--config"):
+        open_source(cut)
+    assert_same_model(start, run(cut, tmp_path / "end", "hf", config_dir=start))
+
+
+def test_the_optimizer_is_carried_between_torch_dist_checkpoints(tmp_path: Path) -> None:
+    """torch saves it, the tool copies it, torch loads it."""
+    start = make_model(tmp_path / "start", "llama", num_hidden_layers=1)
+    opened = open_source(start)
+    weights = {row.megatron: opened.read(row).merged() for row in opened.rows}
+    moments = {
+        f"optimizer.state.exp_avg.{name}": torch.randn(t.shape) for name, t in weights.items()
+    }
+    saved, kept = tmp_path / "saved", tmp_path / "kept"
+    torch_checkpoint.save({**weights, **moments}, checkpoint_id=saved, no_dist=True)
+    torch.save({"optimizer": {"param_groups": [{"lr": 0.5}]}}, saved / "common.pt")
+    (saved / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+
+    options = ReshardOptions(
+        to="torch_dist", layout=TargetLayout(tensor=2), optimizer=True, config_dir=start
+    )
+    assert not reshard(saved, kept, options).num_nonfinite
+    loaded = {name: torch.zeros_like(moment) for name, moment in moments.items()}
+    torch_checkpoint.load(loaded, checkpoint_id=kept, no_dist=True)
+    for name, moment in moments.items():
+        assert torch.equal(loaded[name], moment)
+    assert torch.load(kept / "common.pt", weights_only=True)["optimizer"]["param_groups"] == [
+        {"lr": 0.5}
+    ]
+    assert_same_model(start, run(kept, tmp_path / "end", "hf"))
+    with pytest.raises(ConfigurationError, match="--optimizer with SRC as hf"):
+        reshard(start, tmp_path / "x", ReshardOptions(to="torch_dist", optimizer=True))

@@ -8,6 +8,7 @@ one; they are empty and share one archive.
 
 import json
 import pickle
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -29,8 +30,14 @@ from torch.distributed.checkpoint.metadata import (
 from megatron_p3o.weights.families import ParamRow
 from megatron_p3o.weights.layouts import GateUp, Replicated, RowParallel, Vocab
 from megatron_p3o.weights.resharding.archives import ArchivePlan, PlannedTensor
-from megatron_p3o.weights.resharding.dist_source import dist_names
-from megatron_p3o.weights.resharding.files import OutputFile, TensorSlot, sync_directory
+from megatron_p3o.weights.resharding.dist_source import DistSource, dist_names
+from megatron_p3o.weights.resharding.endpoints import SLICE_BYTES
+from megatron_p3o.weights.resharding.files import (
+    OutputFile,
+    StoredTensor,
+    TensorSlot,
+    sync_directory,
+)
 from megatron_p3o.weights.resharding.hf_sink import carry_files
 from megatron_p3o.weights.resharding.model_config import FILES_DIR
 from megatron_p3o.weights.resharding.target import (
@@ -48,6 +55,7 @@ _FORMAT = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
+_OPTIMIZER_FILE = "__optimizer_0.distcp"
 _METADATA_VERSION = "1.0.0"
 
 
@@ -83,6 +91,7 @@ class DistSink:
         config: Mapping[str, Any],
         files: Path | None,
         iteration: int | None,
+        optimizer: DistSource | None = None,
     ) -> None:
         """
         Args:
@@ -92,6 +101,7 @@ class DistSink:
             config: the model's config.json, carried along.
             files: where tokenizer and generation files are copied from.
             iteration: of the source, if it has one.
+            optimizer: a checkpoint whose optimizer state is carried along as it is.
         """
         self._layout = layout
         self._config = config
@@ -101,6 +111,7 @@ class DistSink:
         self._num_layers = 1 + max(row_layer(row) or 0 for row in rows)
         self._num_experts = 1 + max(row_expert(row) or 0 for row in rows)
         self._common = ArchivePlan(self._common_state(iteration))
+        self._optimizer = optimizer
         self._extra = ArchivePlan([None])
         self._chunks: dict[str, list[_Chunk]] = {}
         self._entries: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
@@ -115,7 +126,8 @@ class DistSink:
 
     @property
     def nbytes(self) -> int:
-        return sum(self._sizes.values()) + self._common.size + self._extra.size
+        carried = sum(info.length for _, info in self._optimizer_parts())
+        return sum(self._sizes.values()) + self._common.size + self._extra.size + carried
 
     def open(self, directory: Path) -> None:
         self._directory = directory
@@ -149,9 +161,7 @@ class DistSink:
         name, position = self._extra_place
         self._extra.place(self._outputs[name], position)
         self._extra.finish(self._outputs[name], position)
-        with OutputFile(self._directory / "common.pt", self._common.size) as common:
-            self._common.finish(common, 0)
-            common.sync()
+        self._write_common()
         self._write_metadata()
         write_model_files(self._directory / FILES_DIR, self._config, self._files)
         for output in self._outputs.values():
@@ -160,6 +170,45 @@ class DistSink:
 
     def close(self) -> None:
         self._exit.close()
+
+    def _optimizer_parts(self) -> list[tuple[MetadataIndex, _StorageInfo]]:
+        """Chunks and objects of the optimizer's state in its source."""
+        if self._optimizer is None:
+            return []
+        keys = set(self._optimizer.optimizer_keys())
+        storage = self._optimizer.metadata.storage_data
+        return [(index, info) for index, info in storage.items() if index.fqn in keys]
+
+    def _copy_optimizer(self) -> dict[MetadataIndex, _StorageInfo]:
+        """Copy the bytes of the optimizer's state; returns where they lie now."""
+        parts = self._optimizer_parts()
+        placed: dict[MetadataIndex, _StorageInfo] = {}
+        if self._optimizer is None or not parts:
+            return placed
+        position = 0
+        with OutputFile(
+            self._directory / _OPTIMIZER_FILE, sum(info.length for _, info in parts)
+        ) as output:
+            for index, info in parts:
+                placed[index] = _StorageInfo(_OPTIMIZER_FILE, position, info.length)
+                path = self._optimizer.directory / info.relative_path
+                stored = StoredTensor(path, info.offset, torch.uint8, (info.length,))
+                for start in range(0, info.length, SLICE_BYTES):
+                    piece = stored.read(start, start + SLICE_BYTES)
+                    output.write(piece.numpy().tobytes(), position + start)
+                position += info.length
+            output.sync()
+        return placed
+
+    def _write_common(self) -> None:
+        path = self._directory / "common.pt"
+        if self._optimizer is not None:
+            # It holds the optimizer's parameter groups.
+            shutil.copyfile(self._optimizer.directory / "common.pt", path)
+            return
+        with OutputFile(path, self._common.size) as common:
+            self._common.finish(common, 0)
+            common.sync()
 
     def _common_state(self, iteration: int | None) -> dict[str, Any]:
         # Without Megatron-LM's `args`: Megatron-Core alone refuses a file with an object in it.
@@ -256,6 +305,11 @@ class DistSink:
         for key in self._objects:
             tensors[key] = BytesStorageMetadata()
             storage[MetadataIndex(key)] = _StorageInfo(name, position, self._extra.size)
+        placed = self._copy_optimizer()
+        storage |= placed
+        if self._optimizer is not None:
+            known = self._optimizer.metadata.state_dict_metadata
+            tensors |= {index.fqn: known[index.fqn] for index in placed}
         metadata = Metadata(
             state_dict_metadata=tensors,
             planner_data=None,

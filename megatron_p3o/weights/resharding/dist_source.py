@@ -189,7 +189,10 @@ class DistSource:
         for key in used & self._tensors.keys():
             self._check_layers(key)
         if optimizer:
-            self.notes.append(f"{len(optimizer)} entries of the optimizer's state are left behind")
+            self.notes.append(
+                f"{len(optimizer)} entries of the optimizer's state; only --to torch_dist "
+                "--optimizer carries them along"
+            )
 
     def _aliases(self, row: ParamRow) -> Iterator[str]:
         """Other names under which a row may be stored as well."""

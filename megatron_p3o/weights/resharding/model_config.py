@@ -27,7 +27,15 @@ _ARCHITECTURES: Mapping[str, str] = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
 }
+_BEYOND_ARGUMENTS = (
+    "multi_latent_attention",
+    "mtp_num_layers",
+    "moe_shared_expert_intermediate_size",
+    "moe_router_enable_expert_bias",
+)
 
 
 def find_config(
@@ -117,7 +125,27 @@ def arguments_from_config(
         expert_tensor_parallel_size=layout.expert_tensor,
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        **_expert_arguments(architecture),
+        multi_latent_attention=architecture.mla is not None,
+        mtp_num_layers=architecture.num_mtp_layers or None,
     )
+
+
+def _expert_arguments(architecture: ModelArchitecture) -> dict[str, Any]:
+    moe = architecture.moe
+    if moe is None:
+        return {"num_experts": None}
+    pattern = [int(layer in moe.layers) for layer in range(architecture.num_layers)]
+    return {
+        "num_experts": moe.num_experts,
+        "moe_router_topk": moe.experts_per_token,
+        "moe_ffn_hidden_size": moe.ffn_hidden_size,
+        # A softmax over the chosen experts is the softmax over all, normalised over the chosen.
+        "moe_router_pre_softmax": not moe.normalize_topk,
+        "moe_layer_freq": 1 if all(pattern) else pattern,
+        "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
+        "moe_router_enable_expert_bias": moe.has_expert_bias,
+    }
 
 
 def config_from_arguments(arguments: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -148,8 +176,17 @@ def config_from_arguments(arguments: Mapping[str, Any], where: str) -> dict[str,
                 f"the tables, which have {value!r}; name a directory with the model's config.json "
                 "with --config"
             )
+    for name in _BEYOND_ARGUMENTS:
+        if arguments.get(name):
+            raise InputError(
+                f"{where!r}: {name}={arguments[name]!r} in its Megatron-LM arguments leaves fields "
+                "of config.json open; name a directory with the model's config.json with --config"
+            )
+    num_experts = arguments.get("num_experts")
     family = "llama"
-    if arguments.get("qk_layernorm"):
+    if num_experts:
+        family = "qwen3_moe" if arguments.get("qk_layernorm") else "mixtral"
+    elif arguments.get("qk_layernorm"):
         family = "qwen3"
     elif arguments.get("add_qkv_bias"):
         family = "qwen2"
@@ -158,6 +195,7 @@ def config_from_arguments(arguments: Mapping[str, Any], where: str) -> dict[str,
         rope |= {"rope_type": "llama3", "factor": float(get("rope_scaling_factor")), **_LLAMA3}
     heads = get("num_attention_heads")
     groups = get("num_query_groups") if arguments.get("group_query_attention") else heads
+    experts = _expert_fields(arguments, family) if num_experts else {}
     return {
         "architectures": [_ARCHITECTURES[family]],
         "model_type": family,
@@ -174,4 +212,25 @@ def config_from_arguments(arguments: Mapping[str, Any], where: str) -> dict[str,
         "rope_parameters": rope,
         "tie_word_embeddings": not get("untie_embeddings_and_output_weights"),
         "initializer_range": float(arguments.get("init_method_std", 0.02)),
+        **experts,
+    }
+
+
+def _expert_fields(arguments: Mapping[str, Any], family: str) -> dict[str, Any]:
+    """What config.json says of experts."""
+    ffn = arguments.get("moe_ffn_hidden_size") or arguments.get("ffn_hidden_size")
+    fields = {"num_experts_per_tok": arguments.get("moe_router_topk")}
+    if family == "mixtral":
+        return {**fields, "num_local_experts": arguments["num_experts"], "intermediate_size": ffn}
+    frequency = arguments.get("moe_layer_freq") or 1
+    num_layers = arguments["num_layers"]
+    if isinstance(frequency, int):
+        frequency = [int(layer % frequency == 0) for layer in range(num_layers)]
+    return {
+        **fields,
+        "num_experts": arguments["num_experts"],
+        "moe_intermediate_size": ffn,
+        "norm_topk_prob": not arguments.get("moe_router_pre_softmax"),
+        "mlp_only_layers": [layer for layer in range(num_layers) if not frequency[layer]],
+        "decoder_sparse_step": 1,
     }

@@ -23,6 +23,7 @@ from megatron_p3o.errors import ConfigurationError, InputError
 from megatron_p3o.weights.families import ParamRow
 from megatron_p3o.weights.resharding.detect import open_source
 from megatron_p3o.weights.resharding.dist_sink import DistSink
+from megatron_p3o.weights.resharding.dist_source import DistSource
 from megatron_p3o.weights.resharding.endpoints import Sink, Source, is_sliceable, slices
 from megatron_p3o.weights.resharding.files import sync_directory
 from megatron_p3o.weights.resharding.hf_sink import HfSink
@@ -56,6 +57,8 @@ class ReshardOptions:
     names: str = "te"
     """For `torch`, one of `NAMES`: those of Transformer Engine's layers or of Megatron's local
     ones."""
+    optimizer: bool = False
+    """Carry the optimizer's state along, from torch_dist to torch_dist."""
     workers: int = 2
     verify: bool = False
     max_shard_bytes: int = 5_000_000_000
@@ -99,6 +102,11 @@ def reshard(
     _check_destination(source, destination)
     reader = open_source(source, config_dir=options.config_dir, unsafe_pickle=options.unsafe_pickle)
     dtypes = {row.megatron: target_dtype(reader, row, options) for row in reader.rows}
+    if options.optimizer and not (isinstance(reader, DistSource) and options.to == "torch_dist"):
+        raise ConfigurationError(
+            f"--optimizer with SRC as {reader.format} and --to={options.to} is not supported: only "
+            "torch_dist says what an optimizer's state belongs to; leave it out"
+        )
     sink = _make_sink(reader, dtypes, options)
     destination.parent.mkdir(parents=True, exist_ok=True)
     _check_space(destination.parent, sink.nbytes)
@@ -326,6 +334,7 @@ def _make_sink(source: Source, dtypes: dict[str, torch.dtype], options: ReshardO
             config=source.config,
             files=source.files,
             iteration=source.iteration,
+            optimizer=source if isinstance(source, DistSource) and options.optimizer else None,
         )
     if options.names == "local" and source.architecture.mla is not None and layout.tensor > 1:
         raise ConfigurationError(
