@@ -176,8 +176,7 @@ def read_architecture(model_dir: str | Path) -> ModelArchitecture:
 
     hidden_size = config.positive_int("hidden_size")
     num_heads = config.positive_int("num_attention_heads")
-    is_qwen3 = family in ("qwen3", "qwen3_moe")
-    # Where config.json is silent: transformers' default for qwen3, its getattr in the others.
+    # What transformers takes where config.json is silent.
     default_head_dim = 128 if family == "qwen3" else hidden_size // num_heads
     num_kv_heads = config.positive_int("num_key_value_heads", default=num_heads)
     if num_heads % num_kv_heads:
@@ -201,7 +200,7 @@ def read_architecture(model_dir: str | Path) -> ModelArchitecture:
         rope_scaling=rope_scaling,
         tie_word_embeddings=config.flag("tie_word_embeddings"),
         qkv_bias=family == "qwen2",
-        qk_layernorm=is_qwen3,
+        qk_layernorm=family in ("qwen3", "qwen3_moe"),
         initializer_range=config.positive_float("initializer_range", default=0.02),
         eos_token_ids=_eos_token_ids(config),
         torch_dtype=config.get("dtype") or config.get("torch_dtype") or "float32",

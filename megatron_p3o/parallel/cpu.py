@@ -12,13 +12,15 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import megatron.core.tensor_parallel.mappings as mappings
 import megatron.core.tensor_parallel.random as megatron_random
 import megatron.core.transformer.moe.moe_utils as moe_utils
 import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import MegatronModule
@@ -65,6 +67,12 @@ def stand_in_for_cuda() -> None:
     _redirect_random_states()
     _redirect_tensor_methods()
     _mend_moe()
+    mappings._gather_along_first_dim = _with_uneven_sizes(
+        mappings._gather_along_first_dim, _gather_uneven
+    )
+    mappings._reduce_scatter_along_first_dim = _with_uneven_sizes(
+        mappings._reduce_scatter_along_first_dim, _reduce_scatter_uneven
+    )
 
 
 def _redirect_devices_and_streams() -> None:
@@ -152,6 +160,42 @@ def _mend_moe() -> None:
         return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
 
     token_dispatcher.maybe_move_tensor_to_cpu = as_host_list
+
+
+def _with_uneven_sizes(
+    even: Callable[..., Tensor],
+    uneven: Callable[[Tensor, dist.ProcessGroup, Sequence[int]], Tensor],
+) -> Callable[..., Tensor]:
+    """gloo's collectives want equal sizes; shares of an expert's tokens are not equal."""
+
+    def collective(
+        tensor: Tensor,
+        group: dist.ProcessGroup,
+        sizes: Sequence[int] | None = None,
+        use_global_buffer: bool = False,
+    ) -> Tensor:
+        if sizes is None or dist.get_world_size(group) == 1:
+            return even(tensor, group, sizes, use_global_buffer)
+        return uneven(tensor, group, [int(size) for size in sizes])
+
+    return collective
+
+
+def _gather_uneven(tensor: Tensor, group: dist.ProcessGroup, sizes: Sequence[int]) -> Tensor:
+    parts = [tensor.new_empty(size, *tensor.shape[1:]) for size in sizes]
+    parts[dist.get_rank(group)] = tensor.contiguous()
+    for rank, part in enumerate(parts):
+        if part.numel():
+            dist.broadcast(part, src=dist.get_global_rank(group, rank), group=group)
+    return torch.cat(parts)
+
+
+def _reduce_scatter_uneven(
+    tensor: Tensor, group: dist.ProcessGroup, sizes: Sequence[int]
+) -> Tensor:
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total.split(list(sizes))[dist.get_rank(group)].clone()
 
 
 def transformer_config_overrides() -> dict[str, Any]:

@@ -46,6 +46,8 @@ class PolicyModel:
                 config=self.config,
                 ddp_config=DistributedDataParallelConfig(
                     grad_reduce_in_fp32=True,
+                    # Gradients travel while the rest of the backward pass computes.
+                    overlap_grad_reduce=True,
                     use_distributed_optimizer=config.optimizer.distributed,
                 ),
                 module=module,
@@ -53,6 +55,8 @@ class PolicyModel:
             for module in modules
         ]
         self.config.finalize_model_grads_func = megatron_finalize_model_grads
+        no_sync = [chunk.no_sync for chunk in self.chunks]
+        self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         num_experts = self.config.num_moe_experts or 0
         self._first_expert = (
             context.expert_coordinates.expert * num_experts // context.layout.expert

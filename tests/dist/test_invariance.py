@@ -40,7 +40,7 @@ COMPARED = (
 Run = tuple[list[Mapping[str, float]], dict[str, torch.Tensor]]
 
 
-class _Kept:
+class Kept:
     """A sink that keeps what it is given."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ def train_on_recording(configs: list[RunConfig]) -> list[Run]:
         layout = ParallelLayout.for_world(config.layout, int(os.environ["WORLD_SIZE"]))
         context = initialize(layout, seed=0)
         policy = Policy(config, read_architecture(config.model.path), context)
-        sink = _Kept()
+        sink = Kept()
         train(
             config,
             policy,
