@@ -18,7 +18,19 @@ from typing import Any, Literal
 from megatron_p3o.errors import InputError
 from megatron_p3o.model_files import model_error, read_json, read_weight_headers
 
-Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
+Family = Literal[
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "glm4",
+    "glm4_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+]
+"""Families whose weights have a table; those of `_FAMILY_OF` can be trained as well."""
 
 _FAMILY_OF: Mapping[str, Family] = {
     "LlamaForCausalLM": "llama",
@@ -46,7 +58,7 @@ _FIXED_FIELDS: Mapping[str, tuple[Any, ...]] = {
 
 # sliding_window and max_window_layers are unused while use_sliding_window is false. The weight of
 # the load-balancing loss belongs to pre-training; ours is model.moe_aux_loss_coefficient.
-_IRRELEVANT_FIELDS: Mapping[Family, frozenset[str]] = {
+_IRRELEVANT_FIELDS: Mapping[str, frozenset[str]] = {
     "llama": frozenset({"is_llama_config"}),
     "qwen2": frozenset({"sliding_window", "max_window_layers"}),
     "qwen3": frozenset({"sliding_window", "max_window_layers"}),
@@ -90,6 +102,24 @@ class MoeArchitecture:
     """Whether the weights of a token's experts are scaled to sum to 1."""
     layers: tuple[int, ...]
     """Indices of the mixture-of-experts layers; the others are dense."""
+    shared_ffn_hidden_size: int = 0
+    """Of the expert that takes every token; 0: there is none."""
+    has_expert_bias: bool = False
+    """A bias on the scores that choose the experts, outside the gradient."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlaArchitecture:
+    """Multi-head latent attention: keys and values, and perhaps queries, through a low rank."""
+
+    q_lora_rank: int | None
+    """None: queries are projected directly."""
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    """Channels of a query or key head without a position."""
+    qk_rope_head_dim: int
+    """Those with one, shared by all heads of the keys."""
+    v_head_dim: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +154,10 @@ class ModelArchitecture:
     """Name of the dtype that config.json declares, such as "bfloat16"."""
     moe: MoeArchitecture | None = None
     """None for a dense model."""
+    mla: MlaArchitecture | None = None
+    """None for attention with plain projections."""
+    num_mtp_layers: int = 0
+    """Layers after the last one that predict further tokens."""
 
 
 def read_architecture(model_dir: str | Path) -> ModelArchitecture:

@@ -1,17 +1,27 @@
-"""Tables that map Megatron parameters to Hugging Face tensors, one table per model family.
+"""Every parameter of one model: which Hugging Face tensors are in it, and how.
 
 A table row names a Megatron parameter, the Hugging Face tensors it holds with their shapes, and
 the layout that converts between them. Everything about a parameter is a column of its row: its
 layout, whether it may be stored in FP8, and its name under Transformer Engine, which keeps the
-norm in front of a linear layer as `layer_norm_weight` of that layer. To support another family,
-write its table.
+norm in front of a linear layer as `layer_norm_weight` of that layer. `megatron_p3o.weights.tables`
+has the rows of each family.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from megatron_p3o.architecture import Family, ModelArchitecture
-from megatron_p3o.weights.layouts import GateUp, Layout, Qkv, Replicated, RowParallel, Vocab
+from megatron_p3o.architecture import ModelArchitecture
+from megatron_p3o.weights.layouts import Layout
+from megatron_p3o.weights.tables import (
+    DECODER_PREFIX,
+    EMBEDDING,
+    FAMILY_TABLES,
+    FINAL_NORM,
+    MTP_PREFIX,
+    MTP_ROWS,
+    OUTPUT,
+    Row,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,149 +42,10 @@ class ParamRow:
     """Whether the weight may be stored in FP8: linear layers of the decoder only."""
     expert: bool = False
     """Whether it belongs to one expert, which the ranks of the expert axes share."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """A row for every model of a family. Names may hold `{layer}` and, for experts, `{expert}`;
-    shapes are named sizes."""
-
-    megatron: str
-    hf: Mapping[str, str]
-    layout: Callable[[ModelArchitecture], Layout]
-    fp8: bool = False
-    te_name: str | None = None
-    expert: bool = False
-
-
-def _replicated(architecture: ModelArchitecture) -> Layout:
-    return Replicated()
-
-
-def _row_parallel(architecture: ModelArchitecture) -> Layout:
-    return RowParallel()
-
-
-def _gate_up(architecture: ModelArchitecture) -> Layout:
-    return GateUp()
-
-
-def _vocab(architecture: ModelArchitecture) -> Layout:
-    return Vocab(architecture.vocab_size)
-
-
-def _qkv(architecture: ModelArchitecture) -> Layout:
-    return Qkv(
-        architecture.num_attention_heads, architecture.num_key_value_heads, architecture.head_dim
-    )
-
-
-_MEGATRON = "decoder.layers.{layer}."
-_HF = "model.layers.{layer}."
-
-_EMBEDDING = _Row(
-    "embedding.word_embeddings.weight", {"model.embed_tokens.weight": "vocab hidden"}, _vocab
-)
-_FINAL_NORM = _Row("decoder.final_layernorm.weight", {"model.norm.weight": "hidden"}, _replicated)
-_OUTPUT = _Row("output_layer.weight", {"lm_head.weight": "vocab hidden"}, _vocab)
-
-_QKV_WEIGHT = _Row(
-    _MEGATRON + "self_attention.linear_qkv.weight",
-    {
-        _HF + "self_attn.q_proj.weight": "query hidden",
-        _HF + "self_attn.k_proj.weight": "key hidden",
-        _HF + "self_attn.v_proj.weight": "key hidden",
-    },
-    _qkv,
-    fp8=True,
-)
-_QKV_BIAS = _Row(
-    _MEGATRON + "self_attention.linear_qkv.bias",
-    {
-        _HF + "self_attn.q_proj.bias": "query",
-        _HF + "self_attn.k_proj.bias": "key",
-        _HF + "self_attn.v_proj.bias": "key",
-    },
-    _qkv,
-)
-_ATTENTION_OUTPUT = _Row(
-    _MEGATRON + "self_attention.linear_proj.weight",
-    {_HF + "self_attn.o_proj.weight": "hidden query"},
-    _row_parallel,
-    fp8=True,
-)
-_QUERY_NORM = _Row(
-    _MEGATRON + "self_attention.q_layernorm.weight",
-    {_HF + "self_attn.q_norm.weight": "head"},
-    _replicated,
-)
-_KEY_NORM = _Row(
-    _MEGATRON + "self_attention.k_layernorm.weight",
-    {_HF + "self_attn.k_norm.weight": "head"},
-    _replicated,
-)
-_MLP_IN = _Row(
-    _MEGATRON + "mlp.linear_fc1.weight",
-    {_HF + "mlp.gate_proj.weight": "ffn hidden", _HF + "mlp.up_proj.weight": "ffn hidden"},
-    _gate_up,
-    fp8=True,
-)
-_MLP_OUT = _Row(
-    _MEGATRON + "mlp.linear_fc2.weight",
-    {_HF + "mlp.down_proj.weight": "hidden ffn"},
-    _row_parallel,
-    fp8=True,
-)
-_ATTENTION_NORM = _Row(
-    _MEGATRON + "input_layernorm.weight",
-    {_HF + "input_layernorm.weight": "hidden"},
-    _replicated,
-    te_name=_MEGATRON + "self_attention.linear_qkv.layer_norm_weight",
-)
-_MLP_NORM = _Row(
-    _MEGATRON + "pre_mlp_layernorm.weight",
-    {_HF + "post_attention_layernorm.weight": "hidden"},
-    _replicated,
-    te_name=_MEGATRON + "mlp.linear_fc1.layer_norm_weight",
-)
-
-_ROUTER = _Row(
-    _MEGATRON + "mlp.router.weight", {_HF + "mlp.gate.weight": "experts hidden"}, _replicated
-)
-_EXPERT_IN = _Row(
-    _MEGATRON + "mlp.experts.local_experts.{expert}.linear_fc1.weight",
-    {
-        _HF + "mlp.experts.{expert}.gate_proj.weight": "expert_ffn hidden",
-        _HF + "mlp.experts.{expert}.up_proj.weight": "expert_ffn hidden",
-    },
-    _gate_up,
-    fp8=True,
-    te_name=_MEGATRON + "mlp.experts.linear_fc1.weight{expert}",
-    expert=True,
-)
-_EXPERT_OUT = _Row(
-    _MEGATRON + "mlp.experts.local_experts.{expert}.linear_fc2.weight",
-    {_HF + "mlp.experts.{expert}.down_proj.weight": "hidden expert_ffn"},
-    _row_parallel,
-    fp8=True,
-    te_name=_MEGATRON + "mlp.experts.linear_fc2.weight{expert}",
-    expert=True,
-)
-# The router reads the norm's output too, so Transformer Engine cannot keep it in the experts.
-_MOE_NORM = _Row(
-    _MEGATRON + "pre_mlp_layernorm.weight",
-    {_HF + "post_attention_layernorm.weight": "hidden"},
-    _replicated,
-)
-
-_ATTENTION_TABLES: Mapping[Family, tuple[_Row, ...]] = {
-    "llama": (_QKV_WEIGHT, _ATTENTION_OUTPUT),
-    "qwen2": (_QKV_WEIGHT, _QKV_BIAS, _ATTENTION_OUTPUT),
-    "qwen3": (_QKV_WEIGHT, _ATTENTION_OUTPUT, _QUERY_NORM, _KEY_NORM),
-    "qwen3_moe": (_QKV_WEIGHT, _ATTENTION_OUTPUT, _QUERY_NORM, _KEY_NORM),
-}
-_DENSE_TABLE = (_MLP_IN, _MLP_OUT, _ATTENTION_NORM, _MLP_NORM)
-_MOE_TABLE = (_ROUTER, _EXPERT_IN, _EXPERT_OUT, _ATTENTION_NORM, _MOE_NORM)
+    keep_dtype: bool = False
+    """Whether it keeps its dtype whatever the other weights are converted to."""
+    copies: tuple[str, ...] = ()
+    """Hugging Face tensors that repeat the row's only one."""
 
 
 def param_rows(architecture: ModelArchitecture) -> tuple[ParamRow, ...]:
@@ -183,16 +54,21 @@ def param_rows(architecture: ModelArchitecture) -> tuple[ParamRow, ...]:
     Tied embeddings have one row, the embedding's.
     """
     moe = architecture.moe
-    rows = [_bind(_EMBEDDING, architecture)]
+    mtp = range(architecture.num_layers, architecture.num_layers + architecture.num_mtp_layers)
+    embeddings = tuple(f"model.layers.{layer}.embed_tokens.weight" for layer in mtp)
+    heads = tuple(f"model.layers.{layer}.shared_head.head.weight" for layer in mtp)
+    is_tied = architecture.tie_word_embeddings
+    rows = [_bind(EMBEDDING, architecture, copies=embeddings + heads * is_tied)]
     for layer in range(architecture.num_layers):
         is_moe = moe is not None and layer in moe.layers
-        mlp_table = _MOE_TABLE if is_moe else _DENSE_TABLE
-        for row in (*_ATTENTION_TABLES[architecture.family], *mlp_table):
-            experts = range(moe.num_experts) if moe is not None and row.expert else (None,)
-            rows += [_bind(row, architecture, layer, expert) for expert in experts]
-    rows.append(_bind(_FINAL_NORM, architecture))
-    if not architecture.tie_word_embeddings:
-        rows.append(_bind(_OUTPUT, architecture))
+        rows += _layer_rows(architecture, layer, is_moe=is_moe)
+    rows.append(_bind(FINAL_NORM, architecture))
+    if not is_tied:
+        rows.append(_bind(OUTPUT, architecture, copies=heads))
+    for layer in mtp:
+        rows += [_bind(row, architecture, layer) for row in MTP_ROWS]
+        # It repeats the last layer's kind.
+        rows += _layer_rows(architecture, layer, is_moe=moe is not None)
     return tuple(rows)
 
 
@@ -206,37 +82,77 @@ def rows_by_megatron_name(architecture: ModelArchitecture) -> dict[str, ParamRow
     named = {row.megatron: row for row in rows}
     named |= {row.te_name: row for row in rows if row.te_name is not None}
     if architecture.tie_word_embeddings:
-        named[_OUTPUT.megatron] = named[_EMBEDDING.megatron]
+        named[OUTPUT.megatron] = named[EMBEDDING.megatron]
     return named
 
 
+def _layer_rows(architecture: ModelArchitecture, layer: int, *, is_moe: bool) -> Iterator[ParamRow]:
+    table, moe = FAMILY_TABLES[architecture.family], architecture.moe
+    for row in (*table.attention, *(table.moe if is_moe else table.dense)):
+        if row.when(architecture):
+            experts = range(moe.num_experts) if moe is not None and row.expert else (None,)
+            for expert in experts:
+                yield _bind(row, architecture, layer, expert)
+
+
 def _bind(
-    row: _Row,
+    row: Row,
     architecture: ModelArchitecture,
     layer: int | None = None,
     expert: int | None = None,
+    copies: tuple[str, ...] = (),
 ) -> ParamRow:
-    sizes = {
-        "hidden": architecture.hidden_size,
-        "query": architecture.num_attention_heads * architecture.head_dim,
-        "key": architecture.num_key_value_heads * architecture.head_dim,
-        "head": architecture.head_dim,
-        "ffn": architecture.ffn_hidden_size,
-        "vocab": architecture.vocab_size,
-    }
-    if architecture.moe is not None:
-        sizes |= {
-            "experts": architecture.moe.num_experts,
-            "expert_ffn": architecture.moe.ffn_hidden_size,
-        }
+    """The row of one layer; layers beyond the decoder's are those for further tokens."""
+    mtp = None if layer is None else layer - architecture.num_layers
+    sizes = _sizes(architecture)
+
+    def name(pattern: str) -> str:
+        if mtp is not None and mtp >= 0:
+            pattern = pattern.replace(DECODER_PREFIX, MTP_PREFIX)
+        return pattern.format(layer=layer, expert=expert, mtp=mtp)
+
     return ParamRow(
-        megatron=row.megatron.format(layer=layer, expert=expert),
-        te_name=row.te_name and row.te_name.format(layer=layer, expert=expert),
+        megatron=name(row.megatron),
+        te_name=row.te_name and name(row.te_name),
         hf={
-            name.format(layer=layer, expert=expert): tuple(sizes[size] for size in shape.split())
-            for name, shape in row.hf.items()
+            name(pattern): tuple(sizes[size] for size in shape.split())
+            for pattern, shape in row.hf.items()
         },
         layout=row.layout(architecture),
         fp8=row.fp8,
         expert=row.expert,
+        keep_dtype=row.keep_dtype,
+        copies=copies,
     )
+
+
+def _sizes(architecture: ModelArchitecture) -> dict[str, int]:
+    """The sizes that tables name."""
+    heads, head_dim = architecture.num_attention_heads, architecture.head_dim
+    sizes = {
+        "hidden": architecture.hidden_size,
+        "two_hidden": 2 * architecture.hidden_size,
+        "query": heads * head_dim,
+        "key": architecture.num_key_value_heads * head_dim,
+        "head": head_dim,
+        "ffn": architecture.ffn_hidden_size,
+        "two_ffn": 2 * architecture.ffn_hidden_size,
+        "vocab": architecture.vocab_size,
+    }
+    moe, mla = architecture.moe, architecture.mla
+    if moe is not None:
+        sizes |= {
+            "experts": moe.num_experts,
+            "expert_ffn": moe.ffn_hidden_size,
+            "shared_ffn": moe.shared_ffn_hidden_size,
+        }
+    if mla is not None:
+        sizes |= {
+            "latent_query": heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim),
+            "query_rank": mla.q_lora_rank or 0,
+            "key_down": mla.kv_lora_rank + mla.qk_rope_head_dim,
+            "key_rank": mla.kv_lora_rank,
+            "key_up": heads * (mla.qk_nope_head_dim + mla.v_head_dim),
+            "latent_value": heads * mla.v_head_dim,
+        }
+    return sizes

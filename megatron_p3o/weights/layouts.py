@@ -65,6 +65,20 @@ class Replicated(_SingleTensor):
 
 
 @dataclass(frozen=True, slots=True)
+class ColumnParallel(_SingleTensor):
+    """Output channels (dim 0) are cut into runs of whole units, such as heads."""
+
+    num_units: int
+
+    def shard(self, global_tensor: Tensor, rank: int, size: int) -> Tensor:
+        assert self.num_units % size == 0, (self.num_units, size)
+        return _part(global_tensor, rank, size, dim=0)
+
+    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(shards))
+
+
+@dataclass(frozen=True, slots=True)
 class RowParallel(_SingleTensor):
     """Input channels (dim 1) are cut; each rank computes a part of the sum."""
 
@@ -102,7 +116,8 @@ class Qkv:
 
     Group g's rows are [its queries' heads, key g, value g], as
     `megatron.core.transformer.attention.SelfAttention` reads them, so that a run of whole groups
-    is what one rank needs.
+    is what one rank needs. Where there are more ranks than groups, each holds a part of a group,
+    which Megatron's ranks then gather from each other: nothing is stored twice.
     """
 
     num_heads: int
@@ -123,7 +138,8 @@ class Qkv:
         return tuple(part.flatten(0, 1) for part in parts)
 
     def shard(self, global_tensor: Tensor, rank: int, size: int) -> Tensor:
-        assert self.num_kv_heads % size == 0, (self.num_kv_heads, size)
+        groups = self.num_kv_heads
+        assert groups % size == 0 or size % groups == 0, (groups, size)
         return _part(global_tensor, rank, size, dim=0)
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
@@ -144,14 +160,30 @@ class GateUp:
         return torch.cat([gate, up])
 
     def split(self, global_tensor: Tensor) -> tuple[Tensor, ...]:
-        return (_part(global_tensor, 0, 2, dim=0), _part(global_tensor, 1, 2, dim=0))
+        return _halves(global_tensor)
 
     def shard(self, global_tensor: Tensor, rank: int, size: int) -> Tensor:
-        return self.merge([_part(half, rank, size, dim=0) for half in self.split(global_tensor)])
+        return torch.cat([_part(half, rank, size, dim=0) for half in _halves(global_tensor)])
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
-        gates, ups = zip(*(self.split(shard) for shard in shards), strict=True)
+        gates, ups = zip(*map(_halves, shards), strict=True)
         return torch.cat([*gates, *ups])
+
+
+@dataclass(frozen=True, slots=True)
+class FusedGateUp(GateUp):
+    """As `GateUp`, where Hugging Face keeps [gate; up] as one tensor too."""
+
+    def merge(self, hf_tensors: Sequence[Tensor]) -> Tensor:
+        (fused,) = hf_tensors
+        return fused
+
+    def split(self, global_tensor: Tensor) -> tuple[Tensor, ...]:
+        return (global_tensor,)
+
+
+def _halves(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    return _part(tensor, 0, 2, dim=0), _part(tensor, 1, 2, dim=0)
 
 
 def _part(tensor: Tensor, rank: int, size: int, *, dim: int) -> Tensor:

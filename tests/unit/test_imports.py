@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "preflight": LEAVES | {"data", "run_dir", "splitting"},
     "trainer": LEAVES
     | {"algorithms", "weights", "rollout", "parallel", "data", "run_dir", "preflight"},
-    "cli": LEAVES | {"preflight", "trainer"},
+    "cli": LEAVES | {"preflight", "trainer", "weights"},
 }
 WITHOUT_TORCH = (
     "errors",

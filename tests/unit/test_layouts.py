@@ -80,6 +80,15 @@ def test_qkv_order_written_by_hand() -> None:
     assert layout.shard(merged, 1, 2).tolist() == [2, 3, 11, 21]
 
 
+def test_more_ranks_than_key_value_heads() -> None:
+    """Plain rows of [q0 q1 q2 q3 k v]: Megatron's ranks gather them before they use them."""
+    layout = Qkv(4, 1, 1)
+    query, key, value = (torch.tensor(rows) for rows in ([0, 1, 2, 3], [10], [20]))
+    merged = _round_trip(layout, [query, key, value], 2)
+    assert layout.shard(merged, 0, 2).tolist() == [0, 1, 2]
+    assert layout.shard(merged, 1, 2).tolist() == [3, 10, 20]
+
+
 def test_qkv_keeps_the_channels_of_a_head_together() -> None:
     merged = Qkv(2, 1, 2).merge([torch.tensor(r) for r in ([0, 1, 2, 3], [10, 11], [20, 21])])
     assert merged.tolist() == [0, 1, 2, 3, 10, 11, 20, 21]
@@ -98,7 +107,7 @@ def test_row_parallel_cuts_input_channels() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "rows"), [(Qkv(4, 1, 2), 12), (GateUp(), 6), (Vocab(5), 6)], ids=str
+    ("layout", "rows"), [(Qkv(6, 3, 2), 24), (GateUp(), 6), (Vocab(5), 6)], ids=str
 )
 def test_sizes_that_do_not_divide_are_asserted(layout: Layout, rows: int) -> None:
     with pytest.raises(AssertionError):
