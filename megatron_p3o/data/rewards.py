@@ -33,6 +33,7 @@ from megatron_p3o.errors import ConfigurationError, RewardError
 RewardFunction = Callable[..., float]
 """Called with the keywords `prompt`, `response` and `answer`, all text."""
 
+_EXIT_TIMEOUT_S = 10.0  # after its connection broke, until its exit code is known
 _START_TIMEOUT_S = 120.0  # imports of the user's module; a reward's own time starts after them
 
 # A number: sign, digits with optional thousands separators, optional decimals. A minus after a
@@ -246,7 +247,7 @@ class RewardRunner:
         """How the child ended, after its connection broke."""
         assert self._process is not None
         try:
-            code = self._process.wait(timeout=1.0)
+            code = self._process.wait(timeout=_EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return "its connection was closed"
         finally:

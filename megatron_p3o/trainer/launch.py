@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from megatron_p3o.config import RunConfig
@@ -62,7 +62,7 @@ def launch_ranks(config: RunConfig, *, resume: bool) -> None:
         try:
             elastic_launch(launch, sys.executable)("-m", "megatron_p3o.cli", *sys.argv[1:])
         except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
+            rank, failure = cause_of(error)
             if failure.exitcode < 0:
                 name = signal.Signals(-failure.exitcode).name
                 print(
@@ -73,6 +73,20 @@ def launch_ranks(config: RunConfig, *, resume: bool) -> None:
             sys.exit(2 if failure.exitcode == 2 else 1)
         except SignalException as error:
             sys.exit(128 + error.sigval)
+
+
+def cause_of(error: ChildFailedError) -> tuple[int, ProcessFailure]:
+    """The rank that failed first, with how it ended.
+
+    Of ranks that were found dead together (torchrun counts whole seconds), one that a signal
+    ended is the cause: the others lost their peer. SIGTERM is what torchrun ends the rest with.
+    """
+    first = error.get_first_failure()
+    for rank, failure in sorted(error.failures.items()):
+        together = failure.timestamp <= first[1].timestamp + 1
+        if together and failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
+            return rank, failure
+    return first
 
 
 def run_as_rank(config: RunConfig, *, resume: bool) -> None:
