@@ -136,9 +136,7 @@ def test_layers_are_split_in_every_way(
     _assert_all_equal(run_all(2, configs), configs, references)
 
 
-def test_experts_are_split_in_every_way(
-    moe: tuple[Path, Path], references: dict[str, Run]
-) -> None:
+def test_experts_are_split_in_every_way(moe: tuple[Path, Path], references: dict[str, Run]) -> None:
     by_world = {
         2: [
             _config(moe, {"data": 2, "expert": 2}),
@@ -154,9 +152,7 @@ def test_experts_are_split_in_every_way(
             _config(moe, {**SEQUENCE, "data": 2, "expert": 2}),
             _config(moe, {**SEQUENCE, "data": 2, "expert": 2, "expert_tensor": 2}),
             _config(moe, {"pipeline": 2, "first_stage_layers": 3, "data": 2, "expert": 2}),
-            _config(
-                moe, {"pipeline": 2, "virtual_pipeline": 2, **SEQUENCE, "expert_tensor": 2}
-            ),
+            _config(moe, {"pipeline": 2, "virtual_pipeline": 2, **SEQUENCE, "expert_tensor": 2}),
         ],
     }
     for world_size, configs in by_world.items():

@@ -310,26 +310,6 @@ def test_an_error_in_the_middle_leaves_nothing(
     assert before == {path: path.read_bytes() for path in sources["hf"].iterdir()}
 
 
-def test_the_command(tmp_path: Path, sources: dict[str, Path]) -> None:
-    def p3o(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "megatron_p3o.cli", "reshard", *words]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120)
-
-    seen = p3o(str(sources["torch"]), "--inspect")
-    assert seen.returncode == 0
-    assert "family: llama, 2 layers, not tied" in seen.stdout
-    assert "vocabulary: 101 + 155 rows of padding" in seen.stdout
-    assert "format: torch (tp 2, pp 1, vpp 1, ep 1, etp 2, layers 2)" in seen.stdout
-    words = ("--to", "torch_dist", "--tp", "2", "--pp", "2", "--verify", "--dtype", "bf16")
-    done = p3o(str(sources["torch"]), str(tmp_path / "dist"), *words)
-    assert done.returncode == 0, done.stderr
-    assert "read back and compared" in done.stdout
-    for words in (("x", "y"), (str(sources["hf"]), str(tmp_path / "a"), "--to", "x"), ("--no",)):
-        bad = p3o(*words)
-        assert bad.returncode == 2
-        assert "Traceback" not in bad.stderr
-
-
 def test_a_kill_leaves_no_destination(tmp_path: Path) -> None:
     """SIGKILL while it writes: what is there has a hidden name, and a second run succeeds."""
     code = (
