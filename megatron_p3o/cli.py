@@ -6,13 +6,12 @@ Exit codes: 0 done; 2 bad configuration or input, with one message on stderr and
 
 import os
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from megatron_p3o.config import RunConfig, json_schema, load_config
-from megatron_p3o.errors import ConfigurationError, RunError, UserError
+from megatron_p3o.errors import RunError, UserError
 
 app = typer.Typer(
     add_completion=False,
@@ -68,89 +67,91 @@ def check(
     print(f"{run}: {config.objective.name} on a {inputs.architecture.family} model, ready to train")
 
 
+# The words of `p3o reshard`.
+_Source = Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint; it is only read.")]
+_Destination = Annotated[
+    str | None, typer.Argument(metavar="DST", help="Where to write; must not exist.")
+]
+_Inspect = Annotated[bool, typer.Option("--inspect", help="Print what SRC holds; write nothing.")]
+_To = Annotated[str | None, typer.Option(help="hf, torch_dist or torch.")]
+_Tp = Annotated[int, typer.Option(help="Tensor ranks.")]
+_Pp = Annotated[int, typer.Option(help="Pipeline ranks.")]
+_Vpp = Annotated[int, typer.Option(help="Model chunks of each pipeline rank.")]
+_Ep = Annotated[int, typer.Option(help="Expert ranks.")]
+_Etp = Annotated[int | None, typer.Option(help="Tensor ranks of an expert; as --tp if left out.")]
+_ChunkLayers = Annotated[
+    str | None, typer.Option(help="Layers of each pp x vpp chunk, as 3,5; equal if left out.")
+]
+_Divisor = Annotated[int, typer.Option(help="Megatron's make-vocab-size-divisible-by.")]
+_Names = Annotated[
+    str, typer.Option(help="For torch: parameter names of te (Transformer Engine) or local.")
+]
+_Dtype = Annotated[str, typer.Option(help="keep, bf16, fp32 or fp8-block.")]
+_Optimizer = Annotated[
+    bool, typer.Option("--optimizer", help="Keep its state, from torch_dist to torch_dist.")
+]
+_ShardSize = Annotated[str, typer.Option(help="Greatest size of one file, for hf.")]
+_Workers = Annotated[int, typer.Option(help="Rows in work at once.")]
+_Verify = Annotated[
+    bool, typer.Option("--verify", help="Read DST back and compare every tensor with SRC.")
+]
+_Config = Annotated[
+    str | None, typer.Option(help="Directory with config.json, for a SRC without one.")
+]
+_Nonfinite = Annotated[
+    bool, typer.Option("--allow-nonfinite", help="Copy NaN and infinity as they are.")
+]
+_Unsafe = Annotated[bool, typer.Option("--unsafe-pickle", help="Let SRC's pickles run any code.")]
+
+
 @app.command()
 def reshard(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint; it is only read.")],
-    destination: Annotated[
-        str | None, typer.Argument(metavar="DST", help="Where to write; must not exist.")
-    ] = None,
-    inspect: Annotated[
-        bool, typer.Option("--inspect", help="Print what SRC holds; write nothing.")
-    ] = False,
-    to: Annotated[str | None, typer.Option(help="hf, torch_dist or torch.")] = None,
-    tp: Annotated[int, typer.Option(help="Tensor ranks.")] = 1,
-    pp: Annotated[int, typer.Option(help="Pipeline ranks.")] = 1,
-    vpp: Annotated[int, typer.Option(help="Model chunks of each pipeline rank.")] = 1,
-    ep: Annotated[int, typer.Option(help="Expert ranks.")] = 1,
-    etp: Annotated[
-        int | None, typer.Option(help="Tensor ranks of an expert; as --tp when left out.")
-    ] = None,
-    chunk_layers: Annotated[
-        str | None, typer.Option(help="Layers of each pp x vpp chunk, as 3,5; equal when left out.")
-    ] = None,
-    vocab_divisible_by: Annotated[
-        int, typer.Option(help="Megatron's make-vocab-size-divisible-by.")
-    ] = 128,
-    names: Annotated[
-        str, typer.Option(help="For torch: parameter names of te (Transformer Engine) or local.")
-    ] = "te",
-    dtype: Annotated[str, typer.Option(help="keep, bf16, fp32 or fp8-block.")] = "keep",
-    optimizer: Annotated[
-        bool, typer.Option("--optimizer", help="Keep its state, from torch_dist to torch_dist.")
-    ] = False,
-    max_shard_size: Annotated[str, typer.Option(help="Of one file, for hf.")] = "5GB",
-    workers: Annotated[int, typer.Option(help="Rows in work at once.")] = 2,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Read DST back and compare every tensor with SRC.")
-    ] = False,
-    config: Annotated[
-        str | None, typer.Option(help="Directory with config.json, for a SRC without one.")
-    ] = None,
-    allow_nonfinite: Annotated[
-        bool, typer.Option("--allow-nonfinite", help="Copy NaN and infinity as they are.")
-    ] = False,
-    unsafe_pickle: Annotated[
-        bool, typer.Option("--unsafe-pickle", help="Let SRC's pickles run any code.")
-    ] = False,
+    source: _Source,
+    destination: _Destination = None,
+    inspect: _Inspect = False,
+    to: _To = None,
+    tp: _Tp = 1,
+    pp: _Pp = 1,
+    vpp: _Vpp = 1,
+    ep: _Ep = 1,
+    etp: _Etp = None,
+    chunk_layers: _ChunkLayers = None,
+    vocab_divisible_by: _Divisor = 128,
+    names: _Names = "te",
+    dtype: _Dtype = "keep",
+    optimizer: _Optimizer = False,
+    max_shard_size: _ShardSize = "5GB",
+    workers: _Workers = 2,
+    verify: _Verify = False,
+    config: _Config = None,
+    allow_nonfinite: _Nonfinite = False,
+    unsafe_pickle: _Unsafe = False,
 ) -> None:
     """Convert weights between Hugging Face, torch_dist and torch checkpoints of any layout."""
     # torch is imported only when there is something to convert.
     from megatron_p3o.weights.resharding import console
-    from megatron_p3o.weights.resharding.run import ReshardOptions
-    from megatron_p3o.weights.resharding.target import TargetLayout
 
-    config_dir = None if config is None else Path(config)
     if inspect:
-        console.inspect(Path(source), config_dir=config_dir, unsafe_pickle=unsafe_pickle)
+        console.inspect(source, config_dir=config, unsafe_pickle=unsafe_pickle)
         return
-    if destination is None or to is None:
-        raise ConfigurationError(
-            f"DST={destination} and --to={to} must both be given; to look at SRC only, add "
-            "--inspect"
-        )
-    layout = TargetLayout(
-        tensor=tp,
-        pipeline=pp,
-        virtual_pipeline=vpp,
-        expert=ep,
-        expert_tensor=etp,
-        chunk_layers=console.parse_chunk_layers(chunk_layers),
-        vocab_divisible_by=vocab_divisible_by,
-    )
-    options = ReshardOptions(
+    console.convert(
+        source,
+        destination,
         to=to,
-        layout=layout,
-        dtype=dtype,
+        sizes={"tensor": tp, "pipeline": pp, "virtual_pipeline": vpp, "expert": ep},
+        expert_tensor=etp,
+        chunk_layers=chunk_layers,
+        vocab_divisible_by=vocab_divisible_by,
         names=names,
+        dtype=dtype,
         optimizer=optimizer,
+        max_shard_size=max_shard_size,
         workers=workers,
         verify=verify,
-        max_shard_bytes=console.parse_size(max_shard_size),
+        config_dir=config,
         allow_nonfinite=allow_nonfinite,
         unsafe_pickle=unsafe_pickle,
-        config_dir=config_dir,
     )
-    console.convert(Path(source), Path(destination), options)
 
 
 def main() -> None:

@@ -4,7 +4,8 @@ from megatron_p3o.weights.families import ParamRow, param_rows, rows_by_megatron
 from megatron_p3o.weights.hf_io import HfReader, save_hf
 from megatron_p3o.weights.load import TensorShard, hf_tensors, load_hf_weights
 from megatron_p3o.weights.quantize import dequantize_blockwise, quantize_blockwise
-from megatron_p3o.weights.resharding.run import ReshardOptions, ReshardReport, reshard
+from megatron_p3o.weights.resharding.options import ReshardOptions
+from megatron_p3o.weights.resharding.run import ReshardReport, reshard
 from megatron_p3o.weights.resharding.target import TargetLayout
 
 __all__ = [

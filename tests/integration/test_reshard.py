@@ -1,12 +1,17 @@
 """`p3o reshard` on a real model and on what a real training run leaves."""
 
 import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.conftest import ROOT
 from tests.integration.commands import p3o, write_run
 
 
@@ -70,3 +75,23 @@ def test_a_training_run_is_exported_and_generates(tiny_model_dir: Path, tmp_path
     assert max(differences[1::2]) > 1e-3
     prompt = torch.tensor([samples[0]["prompt_ids"]])
     assert model.generate(prompt, max_new_tokens=3, do_sample=False).shape[1] > prompt.shape[1]
+
+
+def test_the_command_line(tiny_model_dir: Path, tmp_path: Path) -> None:
+    cut = reshard(tiny_model_dir, tmp_path / "torch", "--to", "torch", "--tp", "2")
+    seen = p3o("reshard", str(cut), "--inspect", cwd=tmp_path)
+    assert seen.returncode == 0, seen.stderr
+    assert "format: torch (tp 2, pp 1, vpp 1, ep 1, etp 2, layers 4)" in seen.stdout
+    assert re.search(r"^vocabulary: \d+ \+ \d+ rows of padding$", seen.stdout, re.M)
+    assert "mlp.linear_fc1.layer_norm_weight" in seen.stdout
+    script = [sys.executable, str(ROOT / "tools" / "reshard.py"), str(cut), str(tmp_path / "hf")]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*script, "--to", "hf", "--verify"], capture_output=True, text=True, env=env, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "read back and compared" in done.stdout
+    for words in ((str(cut), "y"), ("x", "y", "--to", "hf"), (str(cut), "y", "--no"), ()):
+        bad = p3o("reshard", *words, cwd=tmp_path)
+        assert bad.returncode == 2
+        assert "Traceback" not in bad.stderr

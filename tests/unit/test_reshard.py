@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_p3o.weights.resharding.run import ReshardOptions, reshard
-from megatron_p3o.weights.resharding.target import TargetLayout
+from megatron_p3o.weights import ReshardOptions, TargetLayout, reshard
 from tests.unit.reshard_models import make_model
 
 DENSE = ["llama", "mistral", "qwen2", "qwen3", "glm4"]

@@ -18,12 +18,14 @@ from megatron_p3o.weights import (
     quantize_blockwise,
     reshard,
 )
+from megatron_p3o.weights.layouts import GateUp
 from megatron_p3o.weights.resharding.describe import describe_model, read_config
 from megatron_p3o.weights.resharding.detect import open_source
 from megatron_p3o.weights.resharding.model_config import (
     arguments_from_config,
     config_from_arguments,
 )
+from megatron_p3o.weights.resharding.target import row_expert
 from tests.unit.reshard_models import make_model
 from tests.unit.test_reshard import assert_same_model, load_weights, run
 
@@ -239,3 +241,24 @@ def test_the_optimizer_is_carried_between_torch_dist_checkpoints(tmp_path: Path)
     assert_same_model(start, run(kept, tmp_path / "end", "hf"))
     with pytest.raises(ConfigurationError, match="--optimizer with SRC as hf"):
         reshard(start, tmp_path / "x", ReshardOptions(to="torch_dist", optimizer=True))
+
+
+def test_singleton_shards_are_read(tmp_path: Path) -> None:
+    """Megatron's `singleton_local_shards`: every expert and half of a gated layer has its key."""
+    start = make_model(tmp_path / "start", "qwen3_moe", num_hidden_layers=2)
+    opened = open_source(start)
+    tensors: dict[str, torch.Tensor] = {}
+    for row in opened.rows:
+        name = (row.te_name or row.megatron) if row_expert(row) is None else row.megatron
+        key = name.replace(".local_experts.", ".experts.")
+        merged = opened.read(row).merged()
+        if isinstance(row.layout, GateUp):
+            tensors[key + "_w"], tensors[key + "_v"] = merged.chunk(2)
+        else:
+            tensors[key] = merged
+    assert "decoder.layers.1.mlp.experts.experts.3.linear_fc1.weight_v" in tensors
+    saved = tmp_path / "saved"
+    torch_checkpoint.save(tensors, checkpoint_id=saved, no_dist=True)
+    torch.save({}, saved / "common.pt")
+    (saved / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    assert_same_model(start, run(saved, tmp_path / "end", "hf", config_dir=start))

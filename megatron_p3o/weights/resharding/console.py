@@ -3,7 +3,9 @@
 import re
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -21,8 +23,9 @@ from megatron_p3o.weights.layouts import Vocab
 from megatron_p3o.weights.resharding.detect import open_source
 from megatron_p3o.weights.resharding.endpoints import Source
 from megatron_p3o.weights.resharding.files import num_bytes
-from megatron_p3o.weights.resharding.run import ReshardOptions, reshard
-from megatron_p3o.weights.resharding.target import global_shape
+from megatron_p3o.weights.resharding.options import ReshardOptions
+from megatron_p3o.weights.resharding.run import reshard
+from megatron_p3o.weights.resharding.target import TargetLayout, global_shape
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([KMGT]?)B?$", re.IGNORECASE)
@@ -59,7 +62,46 @@ def parse_chunk_layers(text: str | None) -> tuple[int, ...] | None:
     return tuple(map(int, parts))
 
 
-def convert(source: Path, destination: Path, options: ReshardOptions) -> None:
+def convert(
+    source: str,
+    destination: str | None,
+    *,
+    to: str | None,
+    sizes: Mapping[str, int],
+    expert_tensor: int | None,
+    chunk_layers: str | None,
+    vocab_divisible_by: int,
+    max_shard_size: str,
+    config_dir: str | None,
+    **options: Any,
+) -> None:
+    """Reshard as the words of the command line say.
+
+    Raises:
+        UserError: as `reshard`, and for words that are missing or no numbers.
+    """
+    if destination is None or to is None:
+        raise ConfigurationError(
+            f"DST={destination} and --to={to} must both be given; to look at SRC only, add "
+            "--inspect"
+        )
+    layout = TargetLayout(
+        **sizes,
+        expert_tensor=expert_tensor,
+        chunk_layers=parse_chunk_layers(chunk_layers),
+        vocab_divisible_by=vocab_divisible_by,
+    )
+    chosen = ReshardOptions(
+        to=to,
+        layout=layout,
+        max_shard_bytes=parse_size(max_shard_size),
+        config_dir=None if config_dir is None else Path(config_dir),
+        **options,
+    )
+    _show(Path(source), Path(destination), chosen)
+
+
+def _show(source: Path, destination: Path, options: ReshardOptions) -> None:
     """Reshard, with a progress bar where the output is a terminal."""
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
     bar = Progress(
@@ -92,9 +134,13 @@ def convert(source: Path, destination: Path, options: ReshardOptions) -> None:
     )
 
 
-def inspect(source: Path, *, config_dir: Path | None, unsafe_pickle: bool) -> None:
+def inspect(source: str, *, config_dir: str | None, unsafe_pickle: bool) -> None:
     """Print what a checkpoint holds."""
-    opened = open_source(source, config_dir=config_dir, unsafe_pickle=unsafe_pickle)
+    opened = open_source(
+        Path(source),
+        config_dir=None if config_dir is None else Path(config_dir),
+        unsafe_pickle=unsafe_pickle,
+    )
     lines = [
         (name, "x".join(map(str, shape)) or "scalar", str(dtype).removeprefix("torch."), row)
         for row, name, shape, dtype in opened.describe()

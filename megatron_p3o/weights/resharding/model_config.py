@@ -6,7 +6,7 @@ model. Any other must have Megatron-LM's arguments in it, from which a config.js
 """
 
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -163,25 +163,7 @@ def config_from_arguments(arguments: Mapping[str, Any], where: str) -> dict[str,
             )
         return arguments[name]
 
-    fixed = {
-        "normalization": "RMSNorm",
-        "swiglu": True,
-        "add_bias_linear": False,
-        "position_embedding_type": "rope",
-    }
-    for name, value in fixed.items():
-        if get(name) != value:
-            raise InputError(
-                f"{where!r}: {name}={get(name)!r} in its Megatron-LM arguments is not a model of "
-                f"the tables, which have {value!r}; name a directory with the model's config.json "
-                "with --config"
-            )
-    for name in _BEYOND_ARGUMENTS:
-        if arguments.get(name):
-            raise InputError(
-                f"{where!r}: {name}={arguments[name]!r} in its Megatron-LM arguments leaves fields "
-                "of config.json open; name a directory with the model's config.json with --config"
-            )
+    _check_arguments(arguments, get, where)
     num_experts = arguments.get("num_experts")
     family = "llama"
     if num_experts:
@@ -214,6 +196,29 @@ def config_from_arguments(arguments: Mapping[str, Any], where: str) -> dict[str,
         "initializer_range": float(arguments.get("init_method_std", 0.02)),
         **experts,
     }
+
+
+def _check_arguments(arguments: Mapping[str, Any], get: Callable[[str], Any], where: str) -> None:
+    """Refuse models that are not in the tables, or that arguments do not determine."""
+    fixed = {
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "add_bias_linear": False,
+        "position_embedding_type": "rope",
+    }
+    for name, value in fixed.items():
+        if get(name) != value:
+            raise InputError(
+                f"{where!r}: {name}={get(name)!r} in its Megatron-LM arguments is not a model of "
+                f"the tables, which have {value!r}; name a directory with the model's config.json "
+                "with --config"
+            )
+    for name in _BEYOND_ARGUMENTS:
+        if arguments.get(name):
+            raise InputError(
+                f"{where!r}: {name}={arguments[name]!r} in its Megatron-LM arguments leaves fields "
+                "of config.json open; name a directory with the model's config.json with --config"
+            )
 
 
 def _expert_fields(arguments: Mapping[str, Any], family: str) -> dict[str, Any]:

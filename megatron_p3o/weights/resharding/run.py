@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -28,13 +28,10 @@ from megatron_p3o.weights.resharding.endpoints import Sink, Source, is_sliceable
 from megatron_p3o.weights.resharding.files import sync_directory
 from megatron_p3o.weights.resharding.hf_sink import HfSink
 from megatron_p3o.weights.resharding.model_config import arguments_from_config
-from megatron_p3o.weights.resharding.target import TargetLayout, global_shape
+from megatron_p3o.weights.resharding.options import ReshardOptions
+from megatron_p3o.weights.resharding.target import global_shape
 from megatron_p3o.weights.resharding.torch_sink import TorchSink
 from megatron_p3o.weights.resharding.values import RowValue, count_nonfinite, same_bits
-
-FORMATS = ("hf", "torch_dist", "torch")
-DTYPES = ("keep", "bf16", "fp32", "fp8-block")
-NAMES = ("te", "local")
 
 # Bytes of rows in flight; each row needs about three times its size while it is converted.
 _MEMORY_BUDGET = 768 * 1024 * 1024
@@ -43,30 +40,6 @@ _NAMED_TENSORS = 3
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is done, bytes done, bytes in all)."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReshardOptions:
-    """Everything but source and destination."""
-
-    to: str
-    """One of `FORMATS`."""
-    layout: TargetLayout = field(default_factory=TargetLayout)
-    dtype: str = "keep"
-    """One of `DTYPES`."""
-    names: str = "te"
-    """For `torch`, one of `NAMES`: those of Transformer Engine's layers or of Megatron's local
-    ones."""
-    optimizer: bool = False
-    """Carry the optimizer's state along, from torch_dist to torch_dist."""
-    workers: int = 2
-    verify: bool = False
-    max_shard_bytes: int = 5_000_000_000
-    """For `hf`."""
-    allow_nonfinite: bool = False
-    unsafe_pickle: bool = False
-    config_dir: Path | None = None
-    """Directory with the config.json of a Megatron checkpoint that has none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +71,7 @@ def reshard(
         UserError: a bad source, destination or option; there is no destination.
     """
     source, destination = Path(source), Path(destination)
-    _check_options(options)
+    options.check()
     _check_destination(source, destination)
     reader = open_source(source, config_dir=options.config_dir, unsafe_pickle=options.unsafe_pickle)
     dtypes = {row.megatron: target_dtype(reader, row, options) for row in reader.rows}
@@ -353,32 +326,6 @@ def _make_sink(source: Source, dtypes: dict[str, torch.dtype], options: ReshardO
         iteration=source.iteration,
         transformer_engine=options.names == "te",
     )
-
-
-def _check_options(options: ReshardOptions) -> None:
-    for name, value, legal in (
-        ("--to", options.to, FORMATS),
-        ("--dtype", options.dtype, DTYPES),
-        ("--names", options.names, NAMES),
-    ):
-        if value not in legal:
-            raise ConfigurationError(f"{name}={value} must be one of {', '.join(legal)}")
-    if options.dtype == "fp8-block" and options.to != "hf":
-        raise ConfigurationError(
-            f"--dtype=fp8-block with --to={options.to} is not supported: Megatron's checkpoints "
-            "have no FP8 blocks; use --to hf"
-        )
-    if options.to == "hf" and options.layout != TargetLayout():
-        raise ConfigurationError(
-            "--tp, --pp, --vpp, --ep, --etp, --chunk-layers and --vocab-divisible-by cut Megatron "
-            "checkpoints, not --to=hf; leave them out"
-        )
-    if options.workers < 1:
-        raise ConfigurationError(f"--workers={options.workers} must be >= 1; use 2")
-    if options.max_shard_bytes < 1:
-        raise ConfigurationError(
-            f"--max-shard-size={options.max_shard_bytes} must be above 0; use 5GB"
-        )
 
 
 def _check_destination(source: Path, destination: Path) -> None:
