@@ -61,6 +61,7 @@ class PolicyOptimizer:
             _allocate_adam_state(optimizer.optimizer)
             if isinstance(optimizer, DistributedOptimizer):
                 _let_load_skip_step(optimizer)
+                _count_padding(optimizer)
         self.scheduler = OptimizerParamScheduler(
             self.megatron,
             init_lr=0.0,
@@ -141,3 +142,16 @@ def _let_load_skip_step(optimizer: DistributedOptimizer) -> None:
         set_states(model_param, {"step": step, **tensors})
 
     optimizer._set_main_param_and_optimizer_states = set_states_with_step
+
+
+def _count_padding(optimizer: DistributedOptimizer) -> None:
+    """Let gathered state have the offsets by which Megatron looks parameters up.
+
+    `get_parameter_state_dp_zero` joins the buckets of a buffer without the padding behind each,
+    but `param_index_map` counts it: with several buckets, the states of all parameters behind the
+    first padding would be saved shifted, and the last ones cut off.
+    """
+    for buffer in optimizer.buffers:
+        for bucket in buffer.buckets:
+            bucket.numel_unpadded = bucket.grad_data.numel()
+        buffer.numel_unpadded = buffer.numel

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from megatron_p3o.architecture import read_architecture
 from megatron_p3o.config import RunConfig
+from megatron_p3o.parallel import model as parallel_model
 from megatron_p3o.parallel.checkpoint import CheckpointStore
 from megatron_p3o.parallel.layout import ParallelLayout
 from megatron_p3o.parallel.setup import initialize, shut_down
@@ -106,7 +108,9 @@ def references(dense: tuple[Path, Path], moe: tuple[Path, Path]) -> dict[str, Ru
     return {config.model.path: run for config, run in zip(configs, results, strict=True)}
 
 
-def train_two_steps_then_move(pairs: list[tuple[RunConfig, RunConfig]]) -> list[Run]:
+def train_two_steps_then_move(
+    pairs: list[tuple[RunConfig, RunConfig]], *, with_small_buckets: bool = False
+) -> list[Run]:
     """Run on a rank: for each pair, train as the first says, resume after step 2 as the second."""
     results = []
     for number, pair in enumerate(pairs):
@@ -114,6 +118,8 @@ def train_two_steps_then_move(pairs: list[tuple[RunConfig, RunConfig]]) -> list[
             layout = ParallelLayout.for_world(config.layout, int(os.environ["WORLD_SIZE"]))
             context = initialize(layout, seed=0)
             policy = Policy(config, read_architecture(config.model.path), context)
+            if with_small_buckets:
+                assert any(has_padding_inside(chunk) for chunk in policy.model.chunks)
             run_dir = RunDir(Path(config.run.dir))
             store = CheckpointStore(run_dir, context, keep=2)
             first_step = 0
@@ -145,6 +151,24 @@ def train_two_steps_then_move(pairs: list[tuple[RunConfig, RunConfig]]) -> list[
     return results
 
 
+def move_with_small_buckets(pairs: list[tuple[RunConfig, RunConfig]]) -> list[Run]:
+    """Run on a rank: gradient buffers of many buckets, which models of this size do not have."""
+    with pytest.MonkeyPatch.context() as patch:
+        small = partial(parallel_model.DistributedDataParallelConfig, bucket_size=3000)
+        patch.setattr(parallel_model, "DistributedDataParallelConfig", small)
+        return train_two_steps_then_move(pairs, with_small_buckets=True)
+
+
+def has_padding_inside(chunk: Any) -> bool:
+    """Whether a buffer has padding that is not at its end."""
+    gaps = []
+    for buffer in chunk.buffers:
+        spans = sorted((start, end) for start, end, _ in buffer.param_index_map.values())
+        ends = [bucket.offset + bucket.grad_data.numel() for bucket in buffer.buckets[:-1]]
+        gaps += [last not in {end for _, end in spans} for last in ends]
+    return any(gaps)
+
+
 def test_a_resumed_run_may_split_differently(
     dense: tuple[Path, Path],
     moe: tuple[Path, Path],
@@ -168,6 +192,33 @@ def test_a_resumed_run_may_split_differently(
         first, second = (_config(model, layout, **sections) for layout in layouts)
         pairs.append((first, second))
     ranks = spawn(train_two_steps_then_move, 2, pairs, num_rendezvous=2 * len(pairs))
+    _assert_as_references(ranks, pairs, references)
+
+
+def test_state_of_many_buckets_moves(
+    dense: tuple[Path, Path],
+    moe: tuple[Path, Path],
+    references: dict[str, Run],
+    tmp_path: Path,
+) -> None:
+    pairs = []
+    moves = [(dense, {"data": 2}), (moe, {"data": 2, "expert": 2})]
+    for number, (model, layout) in enumerate(moves):
+        sections = {
+            "run": {"dir": str(tmp_path / str(number)), "record": False},
+            "checkpoint": {"every": 2, "keep": 2},
+        }
+        config = _config(model, layout, **sections)
+        pairs.append((config, config))
+    ranks = spawn(move_with_small_buckets, 2, pairs, num_rendezvous=2 * len(pairs))
+    _assert_as_references(ranks, pairs, references)
+
+
+def _assert_as_references(
+    ranks: list[list[Run]],
+    pairs: list[tuple[RunConfig, RunConfig]],
+    references: dict[str, Run],
+) -> None:
     for results in ranks:
         for (_, config), run in zip(pairs, results, strict=True):
             metrics, weights = references[config.model.path]
