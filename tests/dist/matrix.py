@@ -86,13 +86,13 @@ class Errors:
 
 
 class Kept:
-    """A sink that keeps what it is given."""
+    """A sink that keeps the numbers it is given."""
 
     def __init__(self) -> None:
         self.steps: list[Mapping[str, float]] = []
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.steps.append(dict(metrics))
+    def write(self, step: int, metrics: Mapping[str, float | str]) -> None:
+        self.steps.append({k: v for k, v in metrics.items() if not isinstance(v, str)})
 
     def close(self) -> None:
         pass
@@ -287,8 +287,9 @@ def first_gradients(
         return {}
     architecture = read_architecture(policy.config.model.path)
     rows = rows_by_megatron_name(architecture)
+    parameters: list[tuple[str, Any]] = list(policy.model.named_parameters())
     gather = ShardGatherer(
-        {rows[name].megatron: p.main_grad for name, p in policy.model.named_parameters()},
+        {rows[name].megatron: parameter.main_grad for name, parameter in parameters},
         {row.megatron for row in rows.values() if row.expert},
         context,
     )
@@ -296,17 +297,21 @@ def first_gradients(
 
 
 def make_configs(cases: Sequence[Case], directory: Path) -> list[RunConfig]:
-    sizes = {"steps": STEPS, "groups": GROUPS, "group_size": GROUP_SIZE}
     inputs: dict[str, tuple[Path, Path]] = {}
     for number, name in enumerate(dict.fromkeys(case.model for case in cases)):
         options = dict(MODELS[name])
         model = make_model(directory / str(number), options.pop("family"), **options)
         recording = directory / f"{number}.jsonl"
-        inputs[name] = (model, make_recording(recording, model, **sizes, noise=0.4))
+        make_recording(
+            recording, model, steps=STEPS, groups=GROUPS, group_size=GROUP_SIZE, noise=0.4
+        )
+        inputs[name] = (model, recording)
     return [
         replay_config(
             *inputs[case.model],
-            **sizes,
+            steps=STEPS,
+            groups=GROUPS,
+            group_size=GROUP_SIZE,
             layout=dict(case.layout),
             train={
                 "steps": STEPS,

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
@@ -113,7 +114,7 @@ def replay_config(
     model_dir: Path, recording: Path, *, steps: int, groups: int, group_size: int, **sections: dict
 ) -> RunConfig:
     """A run on a recording; `sections` override or extend fields."""
-    tree = {
+    tree: dict[str, dict[str, Any]] = {
         "run": {"dir": "unused", "record": False},
         "model": {"path": str(model_dir)},
         "data": {"source": "generator", "generator": "arithmetic"},
