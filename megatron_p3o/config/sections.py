@@ -315,6 +315,8 @@ class PrecisionSection(Section):
 class CheckpointSection(Section):
     every: Annotated[int, Field(ge=0)] = 0
     """Save every this many steps, and at the end; 0 saves nothing."""
+    asynchronous: bool = True
+    """Train on while a checkpoint is written, from a copy in host memory. False waits for it."""
     keep: PositiveInt = 2
     """Complete checkpoints to keep; older ones are removed after a newer one is complete."""
 

@@ -3,52 +3,42 @@
     checkpoints/step_<N>/    model and optimizer shards (torch_dist), rng/rank_<r>.pt, trainer.json
     checkpoints/latest       text: the name of the newest complete checkpoint
 
-A checkpoint is written under a temporary name, synced, and renamed when every rank is done, so a
-directory named `step_<N>` is always complete.
+A checkpoint is copied to host memory, written by a background thread under a temporary name,
+synced, and renamed when every rank is done, so a directory named `step_<N>` is always complete.
+Collectives are made by the calling thread only.
 """
 
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    TorchDistSaveShardedStrategy,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch.distributed.checkpoint.storage import WriteResult
 
+from megatron_p3o.errors import RunError
 from megatron_p3o.parallel.model import PolicyModel
 from megatron_p3o.parallel.optimizer import PolicyOptimizer
 from megatron_p3o.parallel.setup import ParallelContext
+from megatron_p3o.parallel.shards import StagedShards, StageOnly
 from megatron_p3o.run_dir import RunDir, read_trainer_state, replace_text, trainer_state_path
 
 
-class _SaveInProcess(TorchDistSaveShardedStrategy):
-    """Megatron's torch_dist format, written by the rank itself.
+@dataclass(frozen=True, kw_only=True)
+class _Pending:
+    """A checkpoint that is being written."""
 
-    Megatron's own writer forks, and starts a queue server that outlives a rank that is killed.
-    """
-
-    def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
-        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(
-            sharded_state_dict, self.keep_only_main_replica
-        )
-        torch_checkpoint.save(
-            mcore_to_pyt_state_dict(by_key, False),
-            storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir),
-            planner=MCoreSavePlanner(
-                dedup_replicated_tensors=not self.keep_only_main_replica,
-                flatten_state_dict=False,
-            ),
-        )
+    name: str
+    partial: Path
+    shards: StagedShards
+    written: "Future[list[WriteResult]]"
+    trainer_state: str
 
 
 class CheckpointStore:
@@ -65,45 +55,109 @@ class CheckpointStore:
         self._root = run_dir.checkpoints
         self._context = context
         self._keep = keep
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: _Pending | None = None
 
-    def save(
+    def begin(
         self,
         step: int,
         model: PolicyModel,
         optimizer: PolicyOptimizer,
         trainer_state: Mapping[str, Any],
     ) -> None:
-        """Write `step_<step>` and make it the latest.
+        """Copy everything to host memory and start writing `step_<step>`, which `advance` or
+        `complete` makes the latest. Waits for an earlier one that is still being written.
 
         Args:
             step: finished steps.
-            model: its parameters are saved.
-            optimizer: its state and schedule are saved.
+            model: its parameters are saved; free to change afterwards.
+            optimizer: its state and schedule are saved; free to change afterwards.
             trainer_state: JSON-ready; the same on every rank.
+
+        Raises:
+            RunError: on every rank, when this or the earlier checkpoint cannot be written.
         """
-        final = self._root / f"step_{step}"
+        self.complete()
         partial = self._root / f".partial_step_{step}"
-        if self._context.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        self._context.barrier()
+        self._on_rank_0(lambda: self._prepare(partial))
+        strategy = StageOnly(self._context)
         dist_checkpointing.save(
-            self._sharded_state(model, optimizer, is_loading=False),
-            str(partial),
-            _SaveInProcess("torch_dist", 1),
+            self._sharded_state(model, optimizer, is_loading=False), str(partial), strategy
         )
+        shards, rng = strategy.staged, _rng_state()
+        assert shards is not None
+        state = {**trainer_state, "scheduler": optimizer.scheduler.state_dict()}
+        self._pending = _Pending(
+            name=f"step_{step}",
+            partial=partial,
+            shards=shards,
+            written=self._thread.submit(self._write, partial, shards, rng),
+            trainer_state=json.dumps(state, indent=2),
+        )
+
+    def advance(self) -> None:
+        """Make the checkpoint that is being written the latest, if every rank has written it.
+
+        Raises:
+            RunError: on every rank, when it cannot be written; the latest is as before.
+        """
+        if self._pending is not None and all(
+            self._context.gather_objects(self._pending.written.done())
+        ):
+            self.complete()
+
+    def complete(self) -> None:
+        """As `advance`, but wait for every rank's files."""
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        error = pending.written.exception()  # waits
+        self._raise_on_any(None if error is None else f"{type(error).__name__}: {error}")
+        results = self._context.gather_objects(pending.written.result())
+        self._on_rank_0(lambda: self._commit(pending, results))
+
+    def _write(self, partial: Path, shards: StagedShards, rng: dict[str, Any]) -> list[WriteResult]:
         (partial / "rng").mkdir(exist_ok=True)
-        torch.save(_rng_state(), partial / "rng" / f"rank_{self._context.rank}.pt")
-        self._context.barrier()
+        torch.save(rng, partial / "rng" / f"rank_{self._context.rank}.pt")
+        return shards.write()
+
+    def _prepare(self, partial: Path) -> None:
+        # Nothing is being written, so these are of runs that were ended.
+        for left_over in self._root.glob(".partial_step_*"):
+            shutil.rmtree(left_over)
+        partial.mkdir(parents=True)
+
+    def _commit(self, pending: _Pending, results: list[list[WriteResult]]) -> None:
+        pending.shards.finish(results)
+        trainer_state_path(pending.partial).write_text(pending.trainer_state, encoding="utf-8")
+        for path in [*pending.partial.rglob("*"), pending.partial]:
+            _sync(path)
+        final = self._root / pending.name
+        shutil.rmtree(final, ignore_errors=True)
+        pending.partial.rename(final)
+        _sync(self._root)
+        replace_text(self._root / "latest", final.name)
+        self._remove_old()
+
+    def _on_rank_0(self, action: Callable[[], None]) -> None:
+        """Do it on rank 0, while the others wait; an OSError is a RunError on all."""
+        problem = None
         if self._context.rank == 0:
-            state = {**trainer_state, "scheduler": optimizer.scheduler.state_dict()}
-            trainer_state_path(partial).write_text(json.dumps(state, indent=2), encoding="utf-8")
-            _sync_tree(partial)
-            shutil.rmtree(final, ignore_errors=True)
-            partial.rename(final)
-            replace_text(self._root / "latest", final.name)
-            self._remove_old()
-        self._context.barrier()
+            try:
+                action()
+            except OSError as error:
+                problem = f"{type(error).__name__}: {error}"
+        self._raise_on_any(problem)
+
+    def _raise_on_any(self, problem: str | None) -> None:
+        problems = self._context.gather_objects(problem)
+        for rank, text in enumerate(problems):
+            if text is not None:
+                raise RunError(
+                    f"rank {rank} cannot write a checkpoint to {str(self._root)!r}: {text}; the "
+                    "checkpoint before it is valid. Mend the directory (space, permissions) and "
+                    "continue with --resume"
+                )
 
     def load_latest(self, model: PolicyModel, optimizer: PolicyOptimizer) -> dict[str, Any]:
         """Restore the newest complete checkpoint.
@@ -166,10 +220,9 @@ def _restore_rng_state(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def _sync_tree(directory: Path) -> None:
-    for path in [*directory.rglob("*"), directory]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

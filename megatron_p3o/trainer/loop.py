@@ -68,6 +68,16 @@ def train(
         updates = _optimize(policy, batches, timer)
         with timer.phase("sync"):
             rollouts.publish(policy.named_tensors(), policy.weight_version)
+        with timer.phase("checkpoint"):
+            checkpoints.advance()
+            if _checkpoint_due(config, step + 1):
+                state = {
+                    "step": step + 1,
+                    "weight_version": policy.weight_version,
+                    "rollouts": rollouts.state(),
+                    "identity": identity,
+                }
+                checkpoints.begin(step + 1, policy.model, policy.optimizer, state)
         metrics = {
             "weight_version": version,
             **batch_metrics(groups, [s.advantage for b in batches for s in b], version, config),
@@ -76,14 +86,9 @@ def train(
             **timer.metrics(),
         }
         _record(observers, config, step, groups, batches, metrics)
-        if _checkpoint_due(config, step + 1):
-            state = {
-                "step": step + 1,
-                "weight_version": policy.weight_version,
-                "rollouts": rollouts.state(),
-                "identity": identity,
-            }
-            checkpoints.save(step + 1, policy.model, policy.optimizer, state)
+        if not config.checkpoint.asynchronous:
+            checkpoints.complete()
+    checkpoints.complete()
 
 
 def _optimize(

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-PHASES = ("rollout", "score", "train", "sync")
+PHASES = ("rollout", "score", "train", "sync", "checkpoint")
 
 
 class StepTimer:

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_p3o.config import RunConfig
-from megatron_p3o.parallel.checkpoint import _SaveInProcess
 from megatron_p3o.parallel.setup import ParallelContext, shut_down
+from megatron_p3o.parallel.shards import StageOnly
 from megatron_p3o.trainer.policy import Policy
 from megatron_p3o.weights import ReshardOptions, TargetLayout, reshard
 from megatron_p3o.weights.resharding.torch_files import FileRank, directory_name
@@ -120,7 +120,12 @@ def check_rank(configs: list[RunConfig], root: Path) -> int:
             f"model{index}": module.sharded_state_dict()
             for index, module in enumerate(policy.model.modules)
         }
-        dist_checkpointing.save(sharded, str(saved), _SaveInProcess("torch_dist", 1))
+        strategy = StageOnly(context)
+        dist_checkpointing.save(sharded, str(saved), strategy)
+        assert strategy.staged is not None
+        written = context.gather_objects(strategy.staged.write())
+        if context.rank == 0:
+            strategy.staged.finish(written)
         path = root / f"megatron-torch-{number}" / "iter_0000007" / directory
         if context.coordinates.data == 0 or case.family == "qwen3_moe":
             path.mkdir(parents=True, exist_ok=True)
