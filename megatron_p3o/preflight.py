@@ -46,6 +46,11 @@ def check_run(config: RunConfig, *, resume: bool) -> RunInputs:
             f"model.moe_aux_loss_coefficient={config.model.moe_aux_loss_coefficient} balances "
             "experts, but the model has none; remove it"
         )
+    if config.model.router_replay and architecture.moe is None:
+        raise ConfigurationError(
+            "model.router_replay=true replays the choice of experts, but the model has none; "
+            "remove it"
+        )
     reference = _read_reference(config, architecture)
     prompts = None
     if config.rollout.engine == "embedded":

@@ -9,14 +9,53 @@ label-aligned. Entry `t` speaks of predicting response token `labels[t]`; the hi
 predicts it has already been selected. No code shifts by one anywhere else.
 """
 
+import base64
+import binascii
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoutedExperts:
+    """The experts that a mixture-of-experts model sent one sample's tokens to.
+
+    [N, M, K]: N tokens that enter the model (prompt and response without the last token, which
+    predicts nothing), M mixture-of-experts layers in order, K experts of the token in any order.
+    """
+
+    shape: tuple[int, int, int]
+    data: str
+    """base64 of the expert indices as little-endian int16, row-major."""
+
+    def __post_init__(self) -> None:
+        try:
+            num_bytes = len(base64.b64decode(self.data, validate=True))
+        except binascii.Error as error:
+            raise ValueError(f"routed_experts.data is not base64 ({error})") from error
+        if len(self.shape) != 3 or num_bytes != 2 * math.prod(self.shape):
+            raise ValueError(
+                f"routed_experts has {num_bytes} bytes for shape {tuple(self.shape)}; it needs "
+                "2 for each of tokens x layers x experts per token"
+            )
+
+    @classmethod
+    def from_tensor(cls, experts_NMK: Tensor) -> "RoutedExperts":
+        values = experts_NMK.to("cpu", torch.int16).contiguous().numpy().astype("<i2")
+        n, m, k = experts_NMK.shape
+        return cls(shape=(n, m, k), data=base64.b64encode(values.tobytes()).decode())
+
+    def tensor(self) -> Tensor:
+        """[N, M, K] int16."""
+        values = np.frombuffer(base64.b64decode(self.data), dtype="<i2").astype(np.int16)
+        return torch.from_numpy(values).view(self.shape)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,12 +86,20 @@ class Sample:
     reward: float | None = None
     """None when the reward raised or timed out; such a sample is left out of the loss."""
     reward_error: str | None = None
+    routed_experts: RoutedExperts | None = None
+    """Of the rollout engine's forward passes; None where it does not report them."""
 
     def __post_init__(self) -> None:
         if len(self.response_ids) != len(self.rollout_logprobs):
             raise ValueError(
                 f"sample {self.name}: {len(self.response_ids)} response tokens but "
                 f"{len(self.rollout_logprobs)} rollout log-probs; one log-prob per token is needed"
+            )
+        num_inputs = len(self.prompt_ids) + len(self.response_ids) - 1
+        if self.routed_experts is not None and self.routed_experts.shape[0] != num_inputs:
+            raise ValueError(
+                f"sample {self.name}: routed_experts has {self.routed_experts.shape[0]} tokens but "
+                f"{num_inputs} enter the model; all but the last token are needed"
             )
 
     @property
@@ -78,6 +125,10 @@ class Sample:
         known = {name: record[name] for name in cls.__dataclass_fields__ if name in record}
         for name in ("prompt_ids", "response_ids", "rollout_logprobs"):
             known[name] = tuple(record[name])
+        if (experts := known.get("routed_experts")) is not None:
+            known["routed_experts"] = RoutedExperts(
+                shape=tuple(experts["shape"]), data=experts["data"]
+            )
         return cls(**known)
 
     def with_reward(self, reward: float | None, error: str | None = None) -> "Sample":

@@ -27,6 +27,7 @@ _TITLES = {
     "dense, tied": "Dense model (Llama), tied embeddings",
     "experts, untied": "Mixture of experts (Qwen3-MoE, first layer dense), untied embeddings",
     "experts, tied": "Mixture of experts (Qwen3-MoE), tied embeddings",
+    "experts, replayed": "Mixture of experts (Qwen3-MoE), tokens sent to recorded experts",
 }
 
 _INTRODUCTION = """\

@@ -29,6 +29,10 @@ class ModelSection(Section):
     """Weight of Megatron's load-balancing loss for mixture-of-experts models. That loss is taken
     over each microbatch and counts padding, so with any weight above 0 the update depends on how
     the batch is split; at 0 it does not."""
+    router_replay: bool = False
+    """Send every token to the experts that the rollout engine's router chose, so that trainer and
+    rollout compute with the same experts; their weights still come from the trainer's router. The
+    engine must report its choices (`embedded` does), or the recording hold them."""
 
 
 class RewardSection(Section):

@@ -54,6 +54,9 @@ class Microbatch:
     """[T] float32; None while the present weights are those that first consume the batch."""
     reference_logprobs: Tensor | None = None
     """[T] float32, of the frozen reference model; None without a reference KL."""
+    routed_experts: Tensor | None = None
+    """[B, S, M, K] int16: the experts of the rollout at every position, per mixture-of-experts
+    layer; -1 where there is no token. None unless they are replayed."""
 
     @property
     def num_tokens(self) -> int:
@@ -114,6 +117,7 @@ def make_microbatches(
     shard: SequenceShard,
     packing: PackingPlan | None,
     count_multiple: int = 1,
+    experts_shape: tuple[int, int] | None = None,
 ) -> list[Microbatch]:
     """This rank's microbatches of an optimizer step.
 
@@ -128,6 +132,7 @@ def make_microbatches(
         shard: this context rank's share of every sequence.
         packing: None for padded microbatches.
         count_multiple: the number of microbatches is a multiple of it.
+        experts_shape: (M, K) of the samples' routed experts; None leaves these out.
     """
     if packing is not None:
         packs = pack(
@@ -145,11 +150,19 @@ def make_microbatches(
             for index in range(num_microbatches)
         ]
     chosen += [[] for _ in range(-len(chosen) % count_multiple)]
-    return [collate(members, device, shard, packed=packing is not None) for members in chosen]
+    return [
+        collate(members, device, shard, packed=packing is not None, experts_shape=experts_shape)
+        for members in chosen
+    ]
 
 
 def collate(
-    samples: Sequence[ScoredSample], device: torch.device, shard: SequenceShard, *, packed: bool
+    samples: Sequence[ScoredSample],
+    device: torch.device,
+    shard: SequenceShard,
+    *,
+    packed: bool,
+    experts_shape: tuple[int, int] | None = None,
 ) -> Microbatch:
     """Pad, align and cut; `samples` may be empty."""
     lengths = [shard.padded(sequence_length(scored)) for scored in samples] or [shard.padded(0)]
@@ -168,6 +181,15 @@ def collate(
         tokens["token_rows"] = torch.zeros_like(tokens["token_samples"])
     else:
         tokens["token_rows"] = tokens["token_samples"]
+    if experts_shape is not None:
+        experts = [
+            torch.full((length, *experts_shape), -1, dtype=torch.int16) for length in lengths
+        ]
+        for whole, scored in zip(experts, samples, strict=False):
+            assert scored.sample.routed_experts is not None
+            whole[: sequence_length(scored)] = scored.sample.routed_experts.tensor()
+        local = [whole[places] for whole, places in zip(experts, positions, strict=True)]
+        tokens["routed_experts"] = torch.cat(local).view(*shape, *experts_shape)
     tokens["input_ids"] = torch.cat(ids).view(shape)
     tokens["position_ids"] = torch.cat(positions).view(shape)
     return Microbatch(

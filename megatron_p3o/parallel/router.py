@@ -18,11 +18,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
 from megatron_p3o.parallel.batching import Microbatch
 from megatron_p3o.parallel.model import PolicyModel
+from megatron_p3o.parallel.router_replay import LayerReplay, RouterReplay, model_routers
 from megatron_p3o.parallel.setup import ParallelContext
 
 # Shape legend: L layers, E experts, N this rank's positions of a microbatch, T response tokens
@@ -37,27 +37,28 @@ class RouterStats(NamedTuple):
     """Of the layer with the most uneven load."""
     balance_loss: float
     entropy: float
+    replay_disagreement: float = 0.0
+    """Share of the replayed choices that the layer's own router would not have made."""
 
 
 class RouterMonitor:
     """Sums up the routers' choices during the passes that ask for it."""
 
-    def __init__(self, model: PolicyModel, context: ParallelContext) -> None:
+    def __init__(
+        self, model: PolicyModel, context: ParallelContext, replay: RouterReplay | None = None
+    ) -> None:
         self._context = context
         self._config = model.config
         self._positions: Tensor | None = None
         self._is_recording = False
         num_experts = model.config.num_moe_experts or 0
-        # Per layer: tokens per expert, probability per expert, entropy, tokens.
+        # Per layer: tokens per expert, probability per expert, entropy, differing choices, tokens.
         self._sums = torch.zeros(
-            model.config.num_layers, 2 * num_experts + 2, dtype=torch.float64, device=context.device
+            model.config.num_layers, 2 * num_experts + 3, dtype=torch.float64, device=context.device
         )
-        for module in model.modules:
-            for layer in module.decoder.layers:
-                if isinstance(layer.mlp, MoELayer):
-                    router = layer.mlp.router
-                    # Megatron numbers layers globally, from 1.
-                    router.routing = partial(self._observe, layer.layer_number - 1, router.routing)
+        for layer, router in model_routers(model):
+            layer_replay = None if replay is None else replay.layers[layer]
+            router.routing = partial(self._observe, layer, layer_replay, router.routing)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -94,8 +95,8 @@ class RouterMonitor:
             return None
         sums = self._context.sum_everywhere(self._sums)
         sums = sums[sums[:, -1] > 0]  # the layers that route
-        load_LE, probability_LE = sums[:, :num_experts], sums[:, num_experts:-2]
-        entropy_L, tokens_L = sums[:, -2], sums[:, -1]
+        load_LE, probability_LE = sums[:, :num_experts], sums[:, num_experts:-3]
+        entropy_L, differing_L, tokens_L = sums[:, -3:].unbind(dim=1)
         imbalance_L = load_LE.amax(dim=1) / load_LE.mean(dim=1)
         products_L = (load_LE * probability_LE).sum(dim=1)
         balance_L = num_experts * products_L / (self._config.moe_router_topk * tokens_L**2)
@@ -104,10 +105,19 @@ class RouterMonitor:
             load_max_over_mean_worst=float(imbalance_L.max()),
             balance_loss=float(balance_L.mean()),
             entropy=float((entropy_L / tokens_L).mean()),
+            replay_disagreement=float(
+                (differing_L / (self._config.moe_router_topk * tokens_L)).mean()
+            ),
         )
 
     def _observe(
-        self, layer: int, routing: Callable[..., Any], logits: Tensor, *args: Any, **kwargs: Any
+        self,
+        layer: int,
+        replay: LayerReplay | None,
+        routing: Callable[..., Any],
+        logits: Tensor,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Stands in for a router's `routing`, which gives (probabilities, map [N, E])."""
         result = routing(logits, *args, **kwargs)
@@ -117,10 +127,15 @@ class RouterMonitor:
             logits_TE = logits.detach().flatten(0, -2)[self._positions]
             log_p_TE = torch.log_softmax(logits_TE.double(), dim=-1)
             p_TE = log_p_TE.exp()
+            num_differing = p_TE.new_zeros(1)
+            if replay is not None:
+                assert replay.differs_NK is not None
+                num_differing += replay.differs_NK[self._positions].sum()
             parts = [
                 chosen_TE.double().sum(dim=0),
                 p_TE.sum(dim=0),
                 -(p_TE * log_p_TE).sum()[None],
+                num_differing,
                 p_TE.new_full((1,), len(p_TE)),
             ]
             self._sums[layer] += torch.cat(parts)

@@ -22,6 +22,7 @@ from megatron_p3o.parallel.batching import Microbatch
 from megatron_p3o.parallel.logprobs import token_logprobs
 from megatron_p3o.parallel.model import PolicyModel
 from megatron_p3o.parallel.router import RouterMonitor
+from megatron_p3o.parallel.router_replay import RouterReplay
 from megatron_p3o.parallel.setup import ParallelContext
 from megatron_p3o.types import LossOutput, TokenStats
 
@@ -58,11 +59,26 @@ class MicrobatchResult:
 class StepRunner:
     """Runs the model over the microbatches of one optimizer step."""
 
-    def __init__(self, model: PolicyModel, context: ParallelContext, head: HeadOptions) -> None:
+    def __init__(
+        self,
+        model: PolicyModel,
+        context: ParallelContext,
+        head: HeadOptions,
+        *,
+        router_replay: bool = False,
+    ) -> None:
+        """
+        Args:
+            model: what is run.
+            context: where this rank stands.
+            head: how log-probs are taken.
+            router_replay: send tokens to the microbatches' `routed_experts`.
+        """
         self._model = model
         self._context = context
         self._head = head
-        self.routers = RouterMonitor(model, context)
+        self._replay = RouterReplay(model, context) if router_replay else None
+        self.routers = RouterMonitor(model, context, self._replay)
         """Records the passes of `score` and `forward`."""
         self._schedule = get_forward_backward_func()
 
@@ -115,7 +131,7 @@ class StepRunner:
         scores = []
         with self.routers.recording():
             for microbatch in microbatches:
-                self.routers.expect(microbatch)
+                self._expect(microbatch)
                 hidden = _forward(self._model.wrapped, microbatch)
                 logprobs, entropy = self._logprobs(hidden, microbatch, with_entropy=True)
                 scores.append(MicrobatchScore(logprobs=logprobs, entropy=entropy))
@@ -143,6 +159,12 @@ class StepRunner:
         self._model.config.finalize_model_grads_func([wrapped], total)
         return results
 
+    def _expect(self, microbatch: Microbatch) -> None:
+        """Tell the routers whose forward pass comes next."""
+        self.routers.expect(microbatch)
+        if self._replay is not None:
+            self._replay.expect(microbatch)
+
     def _run(
         self, microbatches: Sequence[Microbatch], on_hidden: Callable[..., Any], **options: bool
     ) -> list[Any]:
@@ -150,7 +172,7 @@ class StepRunner:
             iterator: Any, model: torch.nn.Module
         ) -> tuple[Tensor, Callable[..., Any]]:
             index, microbatch = next(iterator)
-            self.routers.expect(microbatch)
+            self._expect(microbatch)
             return _forward(model, microbatch), partial(on_hidden, index)
 
         # Every model chunk of a virtual pipeline goes over all microbatches.

@@ -18,7 +18,8 @@ from megatron_p3o.config import SamplingSection
 from megatron_p3o.errors import NonFiniteError, RunError
 from megatron_p3o.rollout.engine import Generation, GenerationRequest
 from megatron_p3o.rollout.noise import SampleNoise, invert_cdf
-from megatron_p3o.types import FinishReason
+from megatron_p3o.rollout.routers import RouterRecorder
+from megatron_p3o.types import FinishReason, RoutedExperts
 
 # Shape legend: P prompts, B sequences being decoded, L tokens so far (left-padded), V vocabulary.
 
@@ -33,6 +34,8 @@ class _Row:
     response_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason = "length"
+    experts: list[Tensor] = field(default_factory=list)
+    """[N, M, K] parts, the prompt's first; empty unless experts are reported."""
 
 
 class EmbeddedEngine:
@@ -48,6 +51,7 @@ class EmbeddedEngine:
         dtype: torch.dtype,
         device: torch.device,
         eos_token_ids: tuple[int, ...],
+        report_experts: bool = False,
     ) -> None:
         """Build the model without weights; `update_weights` must come before `generate`.
 
@@ -59,6 +63,7 @@ class EmbeddedEngine:
             dtype: of weights and activations; log-probs are taken in fp32.
             device: where the model lives.
             eos_token_ids: tokens that end a response.
+            report_experts: give every generation's `routed_experts`.
         """
         config = AutoConfig.from_pretrained(model_dir)
         self._model = (
@@ -67,6 +72,7 @@ class EmbeddedEngine:
             .eval()
         )
         self._parameters = _by_checkpoint_name(self._model)
+        self._routers = RouterRecorder(self._model) if report_experts else None
         self._sampling = sampling
         self._seed = seed
         self._batch_size = batch_size
@@ -107,6 +113,7 @@ class EmbeddedEngine:
         for batch in self._batches(requests):
             cache, mask_PL, logits_PV = self._prefill(batch)
             batch_rows = [(index, row) for index, r in enumerate(batch) for row in self._rows(r)]
+            self._note_experts([row for _, row in batch_rows], [i for i, _ in batch_rows])
             for start in range(0, len(batch_rows), self._batch_size):
                 part = batch_rows[start : start + self._batch_size]
                 prompts_B = torch.tensor([index for index, _ in part], device=self._device)
@@ -170,10 +177,23 @@ class EmbeddedEngine:
             mask_BL = torch.cat([mask_BL, mask_BL.new_ones(len(rows), 1)], dim=1)
             input_ids = torch.tensor(tokens, device=self._device)[:, None]
             logits_BV = self._forward(input_ids, mask_BL, cache)
+            self._note_experts(rows, range(len(rows)))
+
+    def _note_experts(self, rows: Sequence[_Row], places: Sequence[int]) -> None:
+        """Add what the last forward pass did to the rows, which stood at `places` in its batch."""
+        if self._routers is None:
+            return
+        experts_BLMK = self._routers.last()
+        for row, place in zip(rows, places, strict=True):
+            # A prompt is padded on the left; a sampled token is alone.
+            num_tokens = 1 if row.experts else len(row.request.prompt_ids)
+            row.experts.append(experts_BLMK[place, -num_tokens:])
 
     def _forward(self, input_ids: Tensor, mask_BL: Tensor, cache: DynamicCache) -> Tensor:
         """Logits of the last position; the cache grows by the input."""
         positions = mask_BL.cumsum(dim=1)[:, -input_ids.shape[1] :] - 1
+        if self._routers is not None:
+            self._routers.expect(*input_ids.shape)
         output = self._model(
             input_ids=input_ids,
             attention_mask=mask_BL,
@@ -220,6 +240,9 @@ class EmbeddedEngine:
             logprobs=tuple(row.logprobs),
             finish_reason=row.finish_reason,
             weight_version=self._weight_version,
+            routed_experts=RoutedExperts.from_tensor(torch.cat(row.experts))
+            if row.experts
+            else None,
         )
 
 

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megatron_p3o.types import FinishReason
+from megatron_p3o.types import FinishReason, RoutedExperts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +34,8 @@ class Generation:
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
     weight_version: int
+    routed_experts: RoutedExperts | None = None
+    """Where each token went in a mixture-of-experts model, when it was asked for."""
 
 
 class RolloutEngine(Protocol):

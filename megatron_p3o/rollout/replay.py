@@ -4,6 +4,7 @@ import json
 from collections import defaultdict
 from pathlib import Path
 
+from megatron_p3o.architecture import MoeArchitecture
 from megatron_p3o.errors import InputError, RunError
 from megatron_p3o.types import Sample, SampleGroup
 
@@ -11,20 +12,29 @@ from megatron_p3o.types import Sample, SampleGroup
 class ReplayRollouts:
     """A recording's groups by step. Holds an index of line offsets, not the samples."""
 
-    def __init__(self, path: Path, *, max_sequence_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        max_sequence_tokens: int | None = None,
+        replayed_moe: MoeArchitecture | None = None,
+    ) -> None:
         """Index and check the whole file.
 
         Args:
             path: a recorded samples.jsonl.
             max_sequence_tokens: prompt and response tokens but the last that a microbatch can
                 hold; None where any length fits.
+            replayed_moe: the model's experts when their choice is replayed; every sample must
+                then have it.
 
         Raises:
             InputError: missing, empty, not JSON on line N, a field of line N is missing or
-                contradictory, or its sample is too long.
+                contradictory, its sample is too long, or its experts are not the model's.
         """
         self._path = path
         self._max_sequence_tokens = max_sequence_tokens
+        self._moe = replayed_moe
         self._offsets: dict[int, list[int]] = defaultdict(list)
         try:
             with path.open("rb") as file:
@@ -90,4 +100,23 @@ class ReplayRollouts:
                 f"{self._max_sequence_tokens} that a microbatch holds; raise "
                 "train.max_tokens_per_microbatch"
             )
+        if self._moe is not None:
+            self._check_experts(sample, self._moe, where)
         return step
+
+    def _check_experts(self, sample: Sample, moe: MoeArchitecture, where: str) -> None:
+        experts = sample.routed_experts
+        if experts is None:
+            raise InputError(
+                f"{where}: sample {sample.name} has no routed_experts, which model.router_replay="
+                "true needs; record the run with it, or set it to false"
+            )
+        expected = (len(moe.layers), moe.experts_per_token)
+        chosen = experts.tensor()
+        if experts.shape[1:] != expected or not 0 <= chosen.min() <= chosen.max() < moe.num_experts:
+            raise InputError(
+                f"{where}: routed_experts of sample {sample.name} has {experts.shape[1]} layers of "
+                f"{experts.shape[2]} experts up to index {int(chosen.max())}; the model has "
+                f"{expected[0]} layers of {expected[1]} out of {moe.num_experts}. Replay a "
+                "recording of this model, or set model.router_replay=false"
+            )

@@ -269,6 +269,7 @@ def _sample(generation: Generation, prompt_ids: tuple[int, ...], prompt: str, te
         weight_version_max=generation.weight_version,
         prompt_text=prompt,
         response_text=text,
+        routed_experts=generation.routed_experts,
     )
 
 

@@ -67,7 +67,9 @@ class Policy:
             vocab_size=architecture.vocab_size,
             chunk_tokens=config.train.logprob_chunk_tokens,
         )
-        self._runner = StepRunner(self.model, context, head)
+        self._runner = StepRunner(
+            self.model, context, head, router_replay=config.model.router_replay
+        )
         self._inputs = required_inputs(config.objective, config.reference)
         self._reference: ReferenceModel | None = None
         if "reference" in self._inputs:
@@ -104,7 +106,15 @@ class Policy:
             if max_tokens is None
             else PackingPlan(max_tokens=max_tokens, cost=SequenceCost.of(self._architecture)),
             count_multiple=self.config.layout.microbatch_multiple,
+            experts_shape=self._experts_shape(),
         )
+
+    def _experts_shape(self) -> tuple[int, int] | None:
+        """(layers, experts per token) of what the rollout reports, when it is replayed."""
+        moe = self._architecture.moe
+        if not self.config.model.router_replay or moe is None:
+            return None
+        return len(moe.layers), moe.experts_per_token
 
     def with_reference(self, microbatches: list[Microbatch]) -> list[Microbatch]:
         """The microbatches with the reference model's log-probs, where the loss takes them."""
@@ -173,7 +183,11 @@ class Policy:
         stats = self._runner.routers.stats()
         if stats is None:
             return {}
+        replay = {}
+        if self.config.model.router_replay:
+            replay["router/replay_disagreement"] = Metric(stats.replay_disagreement)
         return {
+            **replay,
             "router/load_max_over_mean": Metric(stats.load_max_over_mean),
             "router/load_max_over_mean_worst": Metric(stats.load_max_over_mean_worst, Over.MAX),
             "router/balance_loss": Metric(stats.balance_loss),

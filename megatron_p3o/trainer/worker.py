@@ -89,6 +89,7 @@ def _rollout_source(
                 Path(str(config.rollout.replay_path)),
                 # Padding counts, so only whole multiples can be filled.
                 max_sequence_tokens=None if budget is None else budget // multiple * multiple,
+                replayed_moe=inputs.architecture.moe if config.model.router_replay else None,
             )
         )
     try:
@@ -106,6 +107,7 @@ def _rollout_source(
         dtype=_ROLLOUT_DTYPES[config.precision.rollout],
         device=context.device,
         eos_token_ids=inputs.architecture.eos_token_ids,
+        report_experts=config.model.router_replay,
     )
     return GeneratedRollouts(
         config, context, engine=engine, prompts=inputs.prompts, tokenizer=tokenizer

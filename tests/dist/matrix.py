@@ -40,7 +40,10 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     # The first of its four layers is dense, so that layers differ.
     "experts, untied": {"family": "qwen3_moe", "tied": False, "mlp_only_layers": [0]},
     "experts, tied": {"family": "qwen3_moe", "tied": True},
+    "experts, replayed": {"family": "qwen3_moe", "tied": False, "mlp_only_layers": [0]},
 }
+REPLAYED = {"experts, replayed": (3, 2, 4)}
+"""Models whose tokens go to recorded experts: (layers that route, experts per token, experts)."""
 
 LOSS = ("loss/total", "loss/score", "loss/kl")
 TRUST = (
@@ -50,6 +53,7 @@ TRUST = (
 ROUTER = (
     *("router/load_max_over_mean", "router/load_max_over_mean_worst", "router/balance_loss"),
     "router/entropy_mean",
+    "router/replay_disagreement",
 )
 
 
@@ -187,6 +191,17 @@ _CUTS: Mapping[str, Sequence[tuple[Options, Options, bool]]] = {
         ({"pipeline": 2}, THREES, False),
         ({"data": 2, "expert": 2}, ONES, True),
     ],
+    "experts, replayed": [
+        ({}, WHOLE, False),
+        ({}, RECOMPUTED, False),
+        (_SP, THREES, False),
+        ({"context": 2}, THREE_MICROBATCHES, False),
+        ({"context": 2, "expert": 2}, PACKED, False),
+        ({"pipeline": 2}, RECOMPUTED, False),
+        (_VPP, THREE_MICROBATCHES, True),
+        ({"data": 2, "expert": 2}, FUSED, False),
+        ({**_SP, **_VPP, "expert_tensor": 2}, RECOMPUTED, False),
+    ],
 }
 
 CASES: tuple[Case, ...] = tuple(
@@ -303,7 +318,13 @@ def make_configs(cases: Sequence[Case], directory: Path) -> list[RunConfig]:
         model = make_model(directory / str(number), options.pop("family"), **options)
         recording = directory / f"{number}.jsonl"
         make_recording(
-            recording, model, steps=STEPS, groups=GROUPS, group_size=GROUP_SIZE, noise=0.4
+            recording,
+            model,
+            steps=STEPS,
+            groups=GROUPS,
+            group_size=GROUP_SIZE,
+            noise=0.4,
+            routed=REPLAYED.get(name),
         )
         inputs[name] = (model, recording)
     return [
@@ -312,6 +333,7 @@ def make_configs(cases: Sequence[Case], directory: Path) -> list[RunConfig]:
             steps=STEPS,
             groups=GROUPS,
             group_size=GROUP_SIZE,
+            model={"router_replay": case.model in REPLAYED},
             layout=dict(case.layout),
             train={
                 "steps": STEPS,

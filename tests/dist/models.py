@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from megatron_p3o.config import RunConfig, parse_config
-from megatron_p3o.types import Sample
+from megatron_p3o.types import RoutedExperts, Sample
 
 VOCAB = 101  # prime, so that every tensor-parallel size needs padding
 
@@ -75,9 +75,19 @@ def make_model(
 
 
 def make_recording(
-    path: Path, model_dir: Path, *, steps: int, groups: int, group_size: int, noise: float
+    path: Path,
+    model_dir: Path,
+    *,
+    steps: int,
+    groups: int,
+    group_size: int,
+    noise: float,
+    routed: tuple[int, int, int] | None = None,
 ) -> Path:
-    """samples.jsonl of ragged random samples; rollout log-probs are the model's plus noise."""
+    """samples.jsonl of ragged random samples; rollout log-probs are the model's plus noise.
+
+    `routed` (layers that route, experts per token, experts) adds random choices of experts.
+    """
     generator = torch.Generator().manual_seed(5)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
 
@@ -105,9 +115,20 @@ def make_recording(
                         weight_version_min=step,
                         weight_version_max=step,
                         reward=float(draw(0, 4)),
+                        routed_experts=None
+                        if routed is None
+                        else random_experts(len(prompt) + len(response) - 1, *routed, generator),
                     )
                     file.write(json.dumps({"step": step, **sample.to_json()}) + "\n")
     return path
+
+
+def random_experts(
+    num_tokens: int, num_layers: int, per_token: int, num_experts: int, generator: torch.Generator
+) -> RoutedExperts:
+    """Different experts for every token and layer, all choices alike likely."""
+    order = torch.rand(num_tokens, num_layers, num_experts, generator=generator).argsort(dim=-1)
+    return RoutedExperts.from_tensor(order[..., :per_token])
 
 
 def replay_config(

@@ -56,3 +56,8 @@ def test_the_batch_exercises_the_objective(tmp_path: Path) -> None:
         if "experts" in case.model:
             assert steps[0]["router/load_max_over_mean_worst"] > 1.1
             assert 0.3 < steps[0]["router/entropy_mean"] < 1.38  # log(4) = 1.386
+        if case.model in matrix.REPLAYED:
+            # Of 2 random experts of 4, half are among the router's own 2.
+            assert 0.4 < steps[0]["router/replay_disagreement"] < 0.6
+        else:
+            assert "router/replay_disagreement" not in steps[0]

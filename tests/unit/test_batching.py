@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +14,7 @@ from megatron_p3o.parallel.batching import (
 )
 from megatron_p3o.parallel.context import SequenceShard
 from megatron_p3o.parallel.packing import SequenceCost
-from megatron_p3o.types import Sample, ScoredSample
+from megatron_p3o.types import RoutedExperts, Sample, ScoredSample
 
 CPU = torch.device("cpu")
 WHOLE = SequenceShard()
@@ -228,3 +230,44 @@ def test_long_and_short_sequences_are_shared_evenly() -> None:
     lengths = [[s.sample.num_response_tokens for s in share] for share in deal(samples, 2)]
     # Snake order: 9 | 8, then 3 | 7 would be wrong; 7 goes to the rank that got 8.
     assert lengths == [[9, 3, 2], [8, 7, 1]]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), max_size=4),
+    st.sampled_from([(1, 1), (2, 0), (2, 1)]),
+    st.booleans(),
+)
+def test_routed_experts_stay_with_their_tokens(
+    sizes: list[tuple[int, int]], place: tuple[int, int], is_packed: bool
+) -> None:
+    """Every token's experts say its sequence, its position and the layer."""
+    size, rank = place
+    shard = SequenceShard(rank=rank % size, size=size, multiple=2 * size if size > 1 else 1)
+    samples = []
+    for index, (prompt, response) in enumerate(sizes):
+        position = torch.arange(prompt + response - 1)
+        experts_NMK = torch.stack([position, position + 100, position * 0 + index], dim=1)
+        one = scored(str(index), prompt, response)
+        experts = RoutedExperts.from_tensor(experts_NMK[:, :, None])
+        samples.append(replace(one, sample=replace(one.sample, routed_experts=experts)))
+    batch = collate(samples, CPU, shard, packed=is_packed, experts_shape=(3, 1))
+    assert batch.routed_experts is not None
+    assert batch.routed_experts.shape == (*batch.input_ids.shape, 3, 1)
+    num_seen = 0
+    for row in range(len(batch.input_ids)):
+        for ids, at, experts in zip(
+            batch.input_ids[row],
+            batch.position_ids[row],
+            batch.routed_experts[row, :, :, 0].tolist(),
+            strict=True,
+        ):
+            if ids == 0:  # padding: no token is 0
+                assert experts == [-1, -1, -1]
+                continue
+            num_seen += 1
+            assert experts[:2] == [at, at + 100]
+            sample = samples[experts[2]].sample
+            assert ids == (*sample.prompt_ids, *sample.response_ids)[at]
+    if size == 1:
+        assert num_seen == sum(map(sequence_length, samples))
+    assert collate(samples, CPU, shard, packed=is_packed).routed_experts is None

@@ -85,6 +85,7 @@ def engine_for(
     max_new_tokens: int = 6,
     batch_size: int = 64,
     eos_token_ids: tuple[int, ...] = EOS,
+    report_experts: bool = False,
 ) -> EmbeddedEngine:
     engine = EmbeddedEngine(
         model_dir,
@@ -94,6 +95,7 @@ def engine_for(
         dtype=torch.float32,
         device=torch.device("cpu"),
         eos_token_ids=eos_token_ids,
+        report_experts=report_experts,
     )
     if model is not None:
         engine.update_weights(model.named_parameters(), version=0)
