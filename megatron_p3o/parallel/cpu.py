@@ -18,6 +18,7 @@ import megatron.core.tensor_parallel.mappings as mappings
 import megatron.core.tensor_parallel.random as megatron_random
 import megatron.core.transformer.moe.moe_utils as moe_utils
 import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+import megatron.core.transformer.multi_latent_attention as latent_attention
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -66,6 +67,8 @@ def stand_in_for_cuda() -> None:
     _redirect_random_states()
     _redirect_tensor_methods()
     _mend_moe()
+    # Without Transformer Engine, Megatron-Core 0.16 has stand-ins here that are no classes.
+    latent_attention.HAVE_TE = False
     mappings._gather_along_first_dim = _with_uneven_sizes(
         mappings._gather_along_first_dim, _gather_uneven
     )

@@ -83,7 +83,11 @@ class CpuAttention(MegatronModule):
         gathered = _GatherShards.apply(torch.cat([key_SBKD, value_SBKD], dim=-1), self._group)
         rows = []
         for query_LBND, shards in zip(queries, gathered.split(lengths, dim=1), strict=True):
-            key, value = in_order(shards).chunk(2, dim=-1)
+            channels = [
+                key_SBKD.shape[-1],
+                value_SBKD.shape[-1],
+            ]  # not the same in latent attention
+            key, value = in_order(shards).split(channels, dim=-1)
             for query, index in zip(query_LBND.chunk(2), (rank, 2 * size - 1 - rank), strict=True):
                 rows.append(self._attend_to_prefix(query, key, value, start=index * len(query)))
         return torch.cat(rows)

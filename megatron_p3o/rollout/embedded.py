@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from megatron_p3o.config import SamplingSection
@@ -246,24 +246,31 @@ class EmbeddedEngine:
         )
 
 
-def _by_checkpoint_name(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Parameters, or views of them, by the names of a Hugging Face checkpoint.
+def _by_checkpoint_name(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Weights, or views of them, by the names of a Hugging Face checkpoint.
 
     transformers 5 stacks a layer's experts, gates above ups, into one parameter in memory; the
-    checkpoint keeps one tensor for each projection of each expert.
+    checkpoint keeps one tensor for each projection of each expert, by other names for Mixtral.
     """
     named: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
+    names = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+    is_mixtral = model.config.model_type == "mixtral"
+    if is_mixtral:
+        names = {"gate": "w1", "up": "w3", "down": "w2"}
+    biases = (item for item in model.named_buffers() if item[0].endswith("e_score_correction_bias"))
+    for name, tensor in (*model.named_parameters(), *biases):
+        if is_mixtral:
+            name = name.replace(".mlp.", ".block_sparse_moe.")
         prefix, _, stacked = name.rpartition(".experts.")
         if stacked == "gate_up_proj":
-            for expert, both in enumerate(parameter.detach()):
+            for expert, both in enumerate(tensor.detach()):
                 for projection, part in zip(("gate", "up"), both.chunk(2), strict=True):
-                    named[f"{prefix}.experts.{expert}.{projection}_proj.weight"] = part
+                    named[f"{prefix}.experts.{expert}.{names[projection]}.weight"] = part
         elif stacked == "down_proj":
-            for expert, part in enumerate(parameter.detach()):
-                named[f"{prefix}.experts.{expert}.down_proj.weight"] = part
+            for expert, part in enumerate(tensor.detach()):
+                named[f"{prefix}.experts.{expert}.{names['down']}.weight"] = part
         else:
-            named[name] = parameter
+            named[name] = tensor
     return named
 
 

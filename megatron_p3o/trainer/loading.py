@@ -24,7 +24,7 @@ def load_model_dir(
         load_hf_weights(
             reader,
             architecture,
-            dict(model.named_parameters()),
+            dict(model.named_weights()),
             dense=TensorShard(context.coordinates.tensor, context.layout.tensor),
             expert=TensorShard(expert.expert_tensor, context.layout.expert_tensor),
         )

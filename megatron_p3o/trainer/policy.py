@@ -79,7 +79,7 @@ class Policy:
         # Keyed by the tables' own spelling, which folds the copy of a tied embedding onto it.
         rows = rows_by_megatron_name(architecture)
         self._gather = ShardGatherer(
-            {rows[name].megatron: p for name, p in self.model.named_parameters()},
+            {rows[name].megatron: tensor for name, tensor in self.model.named_weights()},
             {row.megatron for row in rows.values() if row.expert},
             context,
         )

@@ -41,6 +41,11 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "experts, untied": {"family": "qwen3_moe", "tied": False, "mlp_only_layers": [0]},
     "experts, tied": {"family": "qwen3_moe", "tied": True},
     "experts, replayed": {"family": "qwen3_moe", "tied": False, "mlp_only_layers": [0]},
+    "mixtral": {"family": "mixtral", "tied": False},
+    "glm4": {"family": "glm4", "tied": False},
+    "glm4_moe": {"family": "glm4_moe", "tied": False},
+    "deepseek_v2": {"family": "deepseek_v2", "tied": False},
+    "deepseek_v3": {"family": "deepseek_v3", "tied": False},
 }
 REPLAYED = {"experts, replayed": (3, 2, 4)}
 """Models whose tokens go to recorded experts: (layers that route, experts per token, experts)."""
@@ -202,6 +207,32 @@ _CUTS: Mapping[str, Sequence[tuple[Options, Options, bool]]] = {
         ({"data": 2, "expert": 2}, FUSED, False),
         ({**_SP, **_VPP, "expert_tensor": 2}, RECOMPUTED, False),
     ],
+    "mixtral": [
+        ({}, WHOLE, False),
+        ({**_SP, "expert": 2}, PACKED, True),
+    ],
+    "glm4": [
+        ({}, WHOLE, False),
+        (_SP, PACKED, False),
+        (_VPP, THREE_MICROBATCHES, True),
+    ],
+    "glm4_moe": [
+        ({}, WHOLE, False),
+        ({**_SP, "expert_tensor": 2}, THREES, False),
+        ({"context": 2, "expert": 2}, PACKED, False),
+        (_LONG_START, THREES, True),
+    ],
+    "deepseek_v2": [
+        ({}, WHOLE, False),
+        ({"pipeline": 2}, SELECTIVE, True),
+    ],
+    "deepseek_v3": [
+        ({}, WHOLE, False),
+        ({"context": 2}, THREES, False),
+        ({"pipeline": 2}, {**THREES, "recompute": "full"}, False),
+        ({"data": 2, "expert": 2}, ONES, True),
+        ({"data": 2, "expert": 2}, PACKED, False),
+    ],
 }
 
 CASES: tuple[Case, ...] = tuple(
@@ -302,9 +333,13 @@ def first_gradients(
         return {}
     architecture = read_architecture(policy.config.model.path)
     rows = rows_by_megatron_name(architecture)
-    parameters: list[tuple[str, Any]] = list(policy.model.named_parameters())
+    gradients = {
+        # The biases that choose experts have none.
+        rows[name].megatron: getattr(tensor, "main_grad", torch.zeros_like(tensor))
+        for name, tensor in policy.model.named_weights()
+    }
     gather = ShardGatherer(
-        {rows[name].megatron: parameter.main_grad for name, parameter in parameters},
+        gradients,
         {row.megatron for row in rows.values() if row.expert},
         context,
     )
@@ -370,6 +405,6 @@ def _metric_error(
 def _tensor_error(tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
     assert tensors.keys() == reference.keys()
     return max(
-        float((tensors[name] - want).abs().max() / want.abs().max())
+        float((tensors[name] - want).abs().max() / want.abs().max().clamp_min(1e-30))
         for name, want in reference.items()
     )

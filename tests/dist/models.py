@@ -5,19 +5,64 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    PretrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from megatron_p3o.config import RunConfig, parse_config
 from megatron_p3o.types import RoutedExperts, Sample
 
 VOCAB = 101  # prime, so that every tensor-parallel size needs padding
+
+
+_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_SHARED_EXPERTS = {**_EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1}
+_LATENT = {
+    **_SHARED_EXPERTS,
+    "num_key_value_heads": 4,
+    "head_dim": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+}
+_FAMILY_FIELDS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {**_EXPERTS, "num_experts": 4, "norm_topk_prob": True},
+    "glm4": {"pad_token_id": 0, "attention_bias": True},
+    "glm4_moe": {
+        **_SHARED_EXPERTS,
+        "pad_token_id": 0,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 1.5,
+    },
+    "deepseek_v2": {
+        **_LATENT,
+        "q_lora_rank": None,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 2.0,
+    },
+    "deepseek_v3": {
+        **_LATENT,
+        "q_lora_rank": 24,
+        "n_shared_experts": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 0.8,
+            "mscale_all_dim": 0.6,
+        },
+    },
+}
 
 
 def tiny_config(family: str, *, tied: bool, **changes: object) -> PretrainedConfig:
@@ -33,22 +78,11 @@ def tiny_config(family: str, *, tied: bool, **changes: object) -> PretrainedConf
         "tie_word_embeddings": tied,
         "bos_token_id": 0,
         "eos_token_id": 1,
+        # A large spread, so that logits and gradients are of order one and errors show.
+        "initializer_range": 0.15,
     }
-    if family == "qwen3_moe":
-        common |= {
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
-            "norm_topk_prob": True,
-        }
-    # A large spread, so that logits and gradients are of order one and errors show.
-    config_class = {
-        "llama": LlamaConfig,
-        "qwen2": Qwen2Config,
-        "qwen3": Qwen3Config,
-        "qwen3_moe": Qwen3MoeConfig,
-    }[family]
-    return config_class(initializer_range=0.15, **common | changes)
+    fields = {**common, **_FAMILY_FIELDS.get(family, {}), **changes}
+    return AutoConfig.for_model(family, **fields)
 
 
 def make_model(
@@ -70,6 +104,9 @@ def make_model(
         for name, parameter in model.named_parameters():
             if "norm" in name or "bias" in name:
                 parameter.add_(0.1 * torch.randn(parameter.shape))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.2 * torch.randn(buffer.shape))
     model.save_pretrained(directory)
     return directory
 

@@ -208,7 +208,7 @@ def failures(configs: list[RunConfig]) -> list[list[str]]:
 def failures_of_one_rank(config: RunConfig) -> list[str]:
     """The error of every kind of bad batch; each must reach both ranks and step nothing."""
     policy, context = make_policy(config)
-    before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
+    before = {name: p.detach().clone() for name, p in policy.model.named_weights()}
     good = [sample(str(i), t[:1], t[1:]) for i, t in enumerate(TOKENS)]
     messages = []
 
@@ -223,11 +223,11 @@ def failures_of_one_rank(config: RunConfig) -> list[str]:
     attempt([good[0], sample("bad", [7, 8, 9], [2, 64], logprob=float("nan"))])
     attempt([good[0], sample("far", [7], [2, 64], logprob=-900.0)])
     attempt([sample("empty", [7], []), sample("void", [9], [])])
-    for name, parameter in policy.model.named_parameters():
+    for name, parameter in policy.model.named_weights():
         assert torch.equal(before[name], parameter), name
     if context.rank == 1:
         with torch.no_grad():
-            next(iter(dict(policy.model.named_parameters()).values())).fill_(float("nan"))
+            next(iter(dict(policy.model.named_weights()).values())).fill_(float("nan"))
     attempt(good)
     assert policy.weight_version == 0
     shut_down()

@@ -49,7 +49,7 @@ def score_update_export(
     scores = policy.score(batch)
     metrics = policy.update(batch, policy.trust(batch, scores))
     logprobs = [score.logprobs.cpu() for score in scores]
-    names = [name for name, _ in policy.model.named_parameters()]
+    names = [name for name, _ in policy.model.named_weights()]
     shut_down()
     return logprobs, metrics["grad_norm"].value, weights, names
 
