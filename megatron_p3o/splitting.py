@@ -23,6 +23,8 @@ def check_layout(architecture: ModelArchitecture, layout: LayoutSection) -> None
     }
     if moe is None or len(moe.layers) < architecture.num_layers:
         split["ffn_hidden_size"] = architecture.ffn_hidden_size
+    if moe is not None and moe.shared_ffn_hidden_size:
+        split["shared experts' intermediate_size"] = moe.shared_ffn_hidden_size
     _check_divides("layout.tensor", layout.tensor, split)
     _check_stages(architecture.num_layers, layout)
     _check_experts(moe, layout)

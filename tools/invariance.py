@@ -28,6 +28,11 @@ _TITLES = {
     "experts, untied": "Mixture of experts (Qwen3-MoE, first layer dense), untied embeddings",
     "experts, tied": "Mixture of experts (Qwen3-MoE), tied embeddings",
     "experts, replayed": "Mixture of experts (Qwen3-MoE), tokens sent to recorded experts",
+    "mixtral": "Mixtral",
+    "glm4": "GLM-4: norms behind attention and MLP, RoPE on half of the channels",
+    "glm4_moe": "GLM-4.5: sigmoid router, shared expert, first layer dense",
+    "deepseek_v2": "DeepSeek-V2: latent attention, shared experts, first layer dense",
+    "deepseek_v3": "DeepSeek-V3: as V2, with a rank of the queries, groups of experts, yarn",
 }
 
 _INTRODUCTION = """\

@@ -118,7 +118,7 @@ def build_model(
     Raises:
         ConfigurationError: the device has no attention kernel for the configuration.
     """
-    _check_attention(context, config)
+    _check_attention(architecture, context, config)
     transformer_config = make_transformer_config(architecture, context, config)
     num_chunks = context.layout.virtual_pipeline
     messages_are_ordered = transformer_config.overlap_p2p_comm, transformer_config.batch_p2p_comm
@@ -169,7 +169,17 @@ def _build_chunk(
     return module
 
 
-def _check_attention(context: ParallelContext, config: RunConfig) -> None:
+def _check_attention(
+    architecture: ModelArchitecture, context: ParallelContext, config: RunConfig
+) -> None:
+    tensor = context.layout.tensor
+    if context.device.type == "cpu" and architecture.mla is not None and tensor > 1:
+        raise ConfigurationError(
+            f"layout.tensor={tensor} must be 1 on the CPU for a {architecture.family} model: the "
+            "projections to its latents are whole on every rank with Transformer Engine, which "
+            "Megatron's local layers cannot do; use layout.pipeline, layout.context or "
+            "layout.expert"
+        )
     is_half = config.precision.trainer == "bf16"
     if context.device.type == "cuda" and not is_half:
         for used, field in (

@@ -24,23 +24,38 @@ class SequenceCost:
     def of(cls, architecture: ModelArchitecture) -> "SequenceCost":
         """From the model's multiplications per layer.
 
-        Per token, weights: query and output (2 x hidden x query channels), key and value
-        (2 x hidden x key channels), gated MLP (3 x hidden x ffn; the chosen experts' together, and
-        the mean over layers that differ). Causal attention of S tokens: scores and their product
-        with values, half of 2 x S^2 x query channels.
+        Per token, weights: attention's projections, gated MLP (3 x hidden x ffn; the chosen and
+        the shared experts' together, and the mean over layers that differ). Causal attention of S
+        tokens: half of S^2 x query channels for the scores, and of S^2 x value channels for their
+        product with the values.
         """
         a = architecture
-        query_channels = a.num_attention_heads * a.head_dim
-        key_channels = a.num_key_value_heads * a.head_dim
+        projections, channels = _attention_sizes(a)
         ffn: float = a.ffn_hidden_size
         if a.moe is not None:
-            chosen = a.moe.experts_per_token * a.moe.ffn_hidden_size
+            chosen = a.moe.experts_per_token * a.moe.ffn_hidden_size + a.moe.shared_ffn_hidden_size
             ffn += (chosen - ffn) * len(a.moe.layers) / a.num_layers
-        weights = a.hidden_size * (2 * query_channels + 2 * key_channels + 3 * ffn)
-        return cls(crossover=weights / query_channels)
+        return cls(crossover=(projections + 3 * a.hidden_size * ffn) / channels)
 
     def __call__(self, length: int) -> float:
         return length + length * length / self.crossover
+
+
+def _attention_sizes(architecture: ModelArchitecture) -> tuple[int, float]:
+    """(weights of a layer's projections, mean channels of queries and values over all heads)."""
+    a, mla = architecture, architecture.mla
+    if mla is None:
+        query, key = a.num_attention_heads * a.head_dim, a.num_key_value_heads * a.head_dim
+        return a.hidden_size * (2 * query + 2 * key), query
+    query = a.num_attention_heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+    value = a.num_attention_heads * mla.v_head_dim
+    if mla.q_lora_rank is None:
+        of_queries = a.hidden_size * query
+    else:
+        of_queries = mla.q_lora_rank * (a.hidden_size + query)
+    of_keys = a.hidden_size * (mla.kv_lora_rank + mla.qk_rope_head_dim)
+    of_keys += mla.kv_lora_rank * (a.num_attention_heads * mla.qk_nope_head_dim + value)
+    return of_queries + of_keys + value * a.hidden_size, (query + value) / 2
 
 
 def pack(

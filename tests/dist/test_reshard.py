@@ -59,14 +59,57 @@ CASES = [
         TargetLayout(tensor=2, pipeline=2, expert=2, expert_tensor=1, chunk_layers=(1, 3)),
         TargetLayout(tensor=1, pipeline=2),
     ),
+    Case(
+        "glm4",
+        False,
+        {"tensor": 2, "pipeline": 2},
+        TargetLayout(tensor=2, pipeline=2),
+        TargetLayout(tensor=4),
+    ),
+    Case(
+        "glm4_moe",
+        False,
+        {
+            "tensor": 2,
+            "pipeline": 2,
+            "expert": 2,
+            "expert_tensor": 1,
+            "sequence_parallel": True,
+        },
+        TargetLayout(tensor=2, pipeline=2, expert=2, expert_tensor=1),
+        TargetLayout(tensor=1, pipeline=4),
+    ),
+    Case(
+        "mixtral",
+        False,
+        {"pipeline": 2, "data": 2, "expert": 2},
+        TargetLayout(pipeline=2, expert=2),
+        TargetLayout(tensor=2),
+    ),
+    Case(
+        "deepseek_v3",
+        False,
+        {"pipeline": 2, "data": 2, "expert": 2},
+        TargetLayout(pipeline=2, expert=2),
+        TargetLayout(tensor=2, pipeline=2),
+    ),
+    Case(
+        "deepseek_v2",
+        True,
+        {"pipeline": 2, "data": 2, "expert": 2},
+        TargetLayout(pipeline=2, expert=2),
+        TargetLayout(tensor=2, pipeline=4),
+    ),
 ]
 
 
 def parameters(policy: Policy) -> dict[str, Tensor]:
     return {
-        f"{index}.{name}": parameter
+        f"{index}.{name}": tensor
         for index, module in enumerate(policy.model.modules)
-        for name, parameter in module.named_parameters()
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        # Other buffers are derived, or count the tokens of a step.
+        if isinstance(tensor, torch.nn.Parameter) or name.endswith("expert_bias")
     }
 
 
@@ -127,7 +170,7 @@ def check_rank(configs: list[RunConfig], root: Path) -> int:
         if context.rank == 0:
             strategy.staged.finish(written)
         path = root / f"megatron-torch-{number}" / "iter_0000007" / directory
-        if context.coordinates.data == 0 or case.family == "qwen3_moe":
+        if context.coordinates.data == 0 or case.layout.get("expert"):
             path.mkdir(parents=True, exist_ok=True)
             states = {
                 f"model{index}": module.state_dict()
