@@ -8,10 +8,7 @@ the text of the problem. Then for each (prompt, response, answer) received, (val
 """
 
 import logging
-import os
 import sys
-import threading
-import time
 from math import isfinite
 from multiprocessing.connection import Connection
 from typing import SupportsFloat
@@ -19,6 +16,7 @@ from typing import SupportsFloat
 from megatron_p3o.data.rewards import RewardFunction, resolve_reward
 from megatron_p3o.data.user_code import Captured, one_line
 from megatron_p3o.errors import ConfigurationError
+from megatron_p3o.parent import end_with_parent
 
 
 def evaluate(
@@ -52,18 +50,12 @@ def serve(connection: Connection, name: str) -> None:
         connection.send(evaluate(function, prompt, response, answer))
 
 
-def _end_with_parent(parent_pid: int) -> None:
-    # A hung function never comes back to see that its connection is closed.
-    while os.getppid() == parent_pid:
-        time.sleep(1.0)
-    os._exit(1)
-
-
 def main() -> None:
     name, descriptor, parent_pid = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     # math-verify warns that its own time limits are off; the runner's limit stands in for them.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    threading.Thread(target=_end_with_parent, args=(parent_pid,), daemon=True).start()
+    # A hung function never comes back to see that its connection is closed.
+    end_with_parent(parent_pid)
     serve(Connection(descriptor), name)
 
 

@@ -17,7 +17,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from megatron_p3o.config import RunConfig
 from megatron_p3o.errors import RunError, UserError
 from megatron_p3o.parallel.layout import ParallelLayout
+from megatron_p3o.parent import end_with_parent
 from megatron_p3o.preflight import check_run
+from megatron_p3o.run_dir import RunDir
 from megatron_p3o.trainer.report import is_finished, report
 
 # Names the file by which the first failing rank claims the right to print its message.
@@ -66,8 +68,7 @@ def launch_ranks(config: RunConfig, *, resume: bool) -> None:
             if failure.exitcode < 0:
                 name = signal.Signals(-failure.exitcode).name
                 print(
-                    f"p3o: rank {rank} was ended by {name}; the last checkpoint is valid, "
-                    "continue with --resume",
+                    f"p3o: rank {rank} was ended by {name}; {_what_is_left(config)}",
                     file=sys.stderr,
                 )
             sys.exit(2 if failure.exitcode == 2 else 1)
@@ -89,6 +90,12 @@ def cause_of(error: ChildFailedError) -> tuple[int, ProcessFailure]:
     return first
 
 
+def _what_is_left(config: RunConfig) -> str:
+    if (RunDir(Path(config.run.dir)).checkpoints / "latest").exists():
+        return "the last checkpoint is valid, continue with --resume"
+    return f"no checkpoint was complete yet, remove run.dir={config.run.dir!r} and start again"
+
+
 def run_as_rank(config: RunConfig, *, resume: bool) -> None:
     """Train as one of torchrun's ranks.
 
@@ -100,6 +107,9 @@ def run_as_rank(config: RunConfig, *, resume: bool) -> None:
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
     from megatron_p3o.trainer.worker import run_rank
 
+    if _FAILURE_FILE in os.environ:
+        # Killed outright, the launcher could not end its ranks.
+        end_with_parent(os.getppid())
     with _LeaveOnFailure():
         run_rank(config, resume=resume)
 

@@ -1,10 +1,13 @@
 """Tiny random models and recorded batches, made once per test session on the parent's side."""
 
 import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from megatron_p3o.config import RunConfig, parse_config
@@ -137,9 +140,13 @@ def make_recording(
                 prompt = torch.randint(2, VOCAB, (draw(2, 7),), generator=generator).tolist()
                 for index in range(group_size):
                     response = torch.randint(2, VOCAB, (draw(1, 9),), generator=generator).tolist()
-                    with torch.no_grad():
-                        logits = model(torch.tensor([prompt + response])).logits[0]
-                    logp = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
+                    experts = None
+                    if routed is not None:
+                        num_inputs = len(prompt) + len(response) - 1
+                        experts = random_experts(num_inputs, *routed, generator)
+                    with torch.no_grad(), forced_experts(model, experts):
+                        logits = model(torch.tensor([[*prompt, *response[:-1]]])).logits[0]
+                    logp = torch.log_softmax(logits, -1)[len(prompt) - 1 :]
                     logp = logp.gather(1, torch.tensor(response)[:, None])[:, 0]
                     logp = logp + noise * torch.randn(logp.shape, generator=generator)
                     sample = Sample(
@@ -152,9 +159,7 @@ def make_recording(
                         weight_version_min=step,
                         weight_version_max=step,
                         reward=float(draw(0, 4)),
-                        routed_experts=None
-                        if routed is None
-                        else random_experts(len(prompt) + len(response) - 1, *routed, generator),
+                        routed_experts=experts,
                     )
                     file.write(json.dumps({"step": step, **sample.to_json()}) + "\n")
     return path
@@ -166,6 +171,36 @@ def random_experts(
     """Different experts for every token and layer, all choices alike likely."""
     order = torch.rand(num_tokens, num_layers, num_experts, generator=generator).argsort(dim=-1)
     return RoutedExperts.from_tensor(order[..., :per_token])
+
+
+@contextmanager
+def forced_experts(model: Any, experts: RoutedExperts | None) -> Iterator[list[Tensor]]:
+    """Send the tokens of one sequence through transformers' Qwen3-MoE to given experts.
+
+    Gives a list to which every layer adds which of its choices [N, K] are not its own.
+    """
+    differing: list[Tensor] = []
+    if experts is None:
+        yield differing
+        return
+    routers = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    chosen_NMK = experts.tensor().long()
+    with ExitStack() as hooks:
+        for place, router in enumerate(routers):
+
+            def route(
+                module: Any, inputs: Any, output: tuple[Tensor, Tensor, Tensor], place: int = place
+            ) -> tuple[Tensor, Tensor, Tensor]:
+                logits, _, own = output
+                chosen = chosen_NMK[:, place]
+                weights = torch.softmax(logits.double(), dim=-1).gather(1, chosen)
+                if module.norm_topk_prob:
+                    weights = weights / weights.sum(dim=-1, keepdim=True)
+                differing.append((chosen[:, :, None] != own[:, None, :]).all(dim=-1))
+                return logits, weights.to(logits.dtype), chosen
+
+            hooks.callback(router.register_forward_hook(route).remove)
+        yield differing
 
 
 def replay_config(

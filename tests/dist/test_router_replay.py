@@ -14,7 +14,7 @@ from megatron_p3o.rollout import ReplayRollouts
 from megatron_p3o.trainer.experience import score_groups
 from megatron_p3o.types import Sample
 from tests.dist.harness import next_rendezvous, spawn
-from tests.dist.models import make_model, make_recording, replay_config
+from tests.dist.models import forced_experts, make_model, make_recording, replay_config
 from tests.dist.test_policy import make_policy
 
 
@@ -42,33 +42,12 @@ def logprobs_and_disagreement(configs: list[RunConfig]) -> list[tuple[dict[str, 
 
 def forced(model: Any, sample: Sample) -> tuple[Tensor, float]:
     """Log-probs of the response with the sample's experts, and how many are not the model's."""
-    assert sample.routed_experts is not None
-    experts_NMK = sample.routed_experts.tensor().long()
     first = len(sample.prompt_ids) - 1
-    differing = []
-    hooks = []
-    routers = [layer.mlp.gate for layer in model.model.layers]
-    for place, router in enumerate(routers):
-
-        def route(
-            module: Any, inputs: Any, output: tuple[Tensor, Tensor, Tensor], place: int = place
-        ) -> tuple[Tensor, Tensor, Tensor]:
-            logits, _, own = output
-            chosen = experts_NMK[:, place]
-            weights = torch.softmax(logits.double(), dim=-1).gather(1, chosen)
-            if module.norm_topk_prob:
-                weights = weights / weights.sum(dim=-1, keepdim=True)
-            differing.append((chosen[:, :, None] != own[:, None, :]).all(-1)[first:].double())
-            return logits, weights.to(logits.dtype), chosen
-
-        hooks.append(router.register_forward_hook(route))
-    tokens = [*sample.prompt_ids, *sample.response_ids]
-    with torch.no_grad():
-        logits = model(torch.tensor([tokens[:-1]])).logits[0, first:].double()
-    for hook in hooks:
-        hook.remove()
+    tokens = torch.tensor([[*sample.prompt_ids, *sample.response_ids[:-1]]])
+    with torch.no_grad(), forced_experts(model, sample.routed_experts) as differing:
+        logits = model(tokens).logits[0, first:].double()
     logp = torch.log_softmax(logits, dim=-1).gather(1, torch.tensor(sample.response_ids)[:, None])
-    return logp[:, 0], torch.stack(differing).sum().item()
+    return logp[:, 0], float(sum(layer[first:].sum() for layer in differing))
 
 
 @pytest.mark.parametrize("normalize", [True, False])

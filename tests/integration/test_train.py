@@ -203,6 +203,29 @@ def test_a_killed_rank_ends_the_run_and_the_run_goes_on(
     assert [r["step"] for r in read_metrics(run.metrics)] == list(range(steps))
 
 
+def test_ranks_end_with_a_killed_launcher(tiny_model_dir: Path, tmp_path: Path) -> None:
+    config = write_run(tmp_path, tiny_model_dir, train={"steps": 400, "prompts_per_step": 4})
+    process = subprocess.Popen(
+        command("train", str(config)),
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    run = RunDir(tmp_path / "run")
+    deadline = time.monotonic() + 120
+    while not run.metrics.exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.1)
+    ranks = ranks_of(process.pid)
+    assert len(ranks) == 2
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{rank}").exists() for rank in ranks):
+        assert time.monotonic() < deadline, "ranks outlive their launcher"
+        time.sleep(0.1)
+
+
 def ranks_of(parent: int) -> list[int]:
     """Rank processes that a launcher started, by their command line."""
     found = subprocess.run(
