@@ -25,7 +25,7 @@ from megatron_p3o.architecture import ModelArchitecture, padded_vocab_size
 from megatron_p3o.config import RunConfig
 from megatron_p3o.errors import ConfigurationError
 from megatron_p3o.parallel import cpu
-from megatron_p3o.parallel.post_norms import add_post_norms
+from megatron_p3o.parallel.extra_norms import add_latent_key_norms, add_post_norms
 from megatron_p3o.parallel.setup import ParallelContext
 from megatron_p3o.parallel.transformer_config import make_transformer_config
 
@@ -139,11 +139,10 @@ def _build_chunk(
     num_chunks = context.layout.virtual_pipeline
     virtual_stage = index if num_chunks > 1 else None
     is_last = context.is_last_stage and index == num_chunks - 1
+    spec = _layer_spec(architecture, transformer_config, context.device, virtual_stage)
     module = GPTModel(
         config=transformer_config,
-        transformer_layer_spec=_layer_spec(
-            architecture, transformer_config, context.device, virtual_stage
-        ),
+        transformer_layer_spec=spec,
         vocab_size=padded_vocab_size(architecture.vocab_size, context.layout.tensor),
         max_sequence_length=architecture.max_position_embeddings,
         pre_process=context.is_first_stage and index == 0,
@@ -152,7 +151,10 @@ def _build_chunk(
         position_embedding_type="rope",
         vp_stage=virtual_stage,
         **_rope(architecture),
-    ).to(device=context.device, dtype=transformer_config.params_dtype)
+    )
+    if architecture.mla is not None and architecture.mla.q_lora_rank is None:
+        add_latent_key_norms(module, norm=spec.layer_norm)
+    module = module.to(device=context.device, dtype=transformer_config.params_dtype)
     if is_last:
         module.output_layer.forward = (
             _gather_hidden_states if transformer_config.sequence_parallel else _pass_hidden_states

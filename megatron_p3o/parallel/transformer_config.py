@@ -68,8 +68,8 @@ def _latent_fields(architecture: ModelArchitecture, mla: MlaArchitecture) -> dic
         "qk_head_dim": mla.qk_nope_head_dim,
         "qk_pos_emb_head_dim": mla.qk_rope_head_dim,
         "v_head_dim": mla.v_head_dim,
-        # The norms of the latents, which every model of the kind has.
-        "qk_layernorm": True,
+        # The norms of both latents; `extra_norms` adds that of the keys alone.
+        "qk_layernorm": mla.q_lora_rank is not None,
         "rotary_base": architecture.rope_theta,
         # Of yarn, which also scales the softmax by it; 1 scales nothing.
         "rope_type": "rope",

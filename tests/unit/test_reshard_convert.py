@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import DefaultSavePlanner
 from transformers import AutoModelForCausalLM
 
 from megatron_p3o.errors import ConfigurationError, InputError
@@ -214,8 +215,14 @@ def test_arguments_that_leave_fields_open_are_refused(tmp_path: Path) -> None:
     assert_same_model(start, run(cut, tmp_path / "end", "hf", config_dir=start))
 
 
-def test_the_optimizer_is_carried_between_torch_dist_checkpoints(tmp_path: Path) -> None:
-    """torch saves it, the tool copies it, torch loads it."""
+@pytest.mark.parametrize("common", ["file", "entry"])
+def test_the_optimizer_is_carried_between_torch_dist_checkpoints(
+    tmp_path: Path, common: str
+) -> None:
+    """torch saves it, the tool copies it, torch loads it.
+
+    What is not sharded is a file, or an entry as newer versions of Megatron-Core write it.
+    """
     start = make_model(tmp_path / "start", "llama", num_hidden_layers=1)
     opened = open_source(start)
     weights = {row.megatron: opened.read(row).merged() for row in opened.rows}
@@ -223,8 +230,16 @@ def test_the_optimizer_is_carried_between_torch_dist_checkpoints(tmp_path: Path)
         f"optimizer.state.exp_avg.{name}": torch.randn(t.shape) for name, t in weights.items()
     }
     saved, kept = tmp_path / "saved", tmp_path / "kept"
-    torch_checkpoint.save({**weights, **moments}, checkpoint_id=saved, no_dist=True)
-    torch.save({"optimizer": {"param_groups": [{"lr": 0.5}]}}, saved / "common.pt")
+    state = {"optimizer": {"param_groups": [{"lr": 0.5}]}, "iteration": 7}
+    entry = {"common_state/shard_0_1": [state]} if common == "entry" else {}
+    torch_checkpoint.save(
+        {**weights, **moments, **entry},
+        checkpoint_id=saved,
+        no_dist=True,
+        planner=DefaultSavePlanner(flatten_state_dict=False),
+    )
+    if common == "file":
+        torch.save(state, saved / "common.pt")
     (saved / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
 
     options = ReshardOptions(
@@ -235,9 +250,8 @@ def test_the_optimizer_is_carried_between_torch_dist_checkpoints(tmp_path: Path)
     torch_checkpoint.load(loaded, checkpoint_id=kept, no_dist=True)
     for name, moment in moments.items():
         assert torch.equal(loaded[name], moment)
-    assert torch.load(kept / "common.pt", weights_only=True)["optimizer"]["param_groups"] == [
-        {"lr": 0.5}
-    ]
+    assert torch.load(kept / "common.pt", weights_only=True) == state
+    assert open_source(kept, config_dir=start).iteration == 7
     assert_same_model(start, run(kept, tmp_path / "end", "hf"))
     with pytest.raises(ConfigurationError, match="--optimizer with SRC as hf"):
         reshard(start, tmp_path / "x", ReshardOptions(to="torch_dist", optimizer=True))

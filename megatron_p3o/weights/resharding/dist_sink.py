@@ -8,7 +8,6 @@ one; they are empty and share one archive.
 
 import json
 import pickle
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -203,8 +202,7 @@ class DistSink:
     def _write_common(self) -> None:
         path = self._directory / "common.pt"
         if self._optimizer is not None:
-            # It holds the optimizer's parameter groups.
-            shutil.copyfile(self._optimizer.directory / "common.pt", path)
+            self._optimizer.write_common(path)
             return
         with OutputFile(path, self._common.size) as common:
             self._common.finish(common, 0)

@@ -13,7 +13,10 @@ of torch.save. Megatron stacks equal layers on a leading axis, and experts on th
 Norms in front of linear layers have Transformer Engine's names.
 """
 
+import io
+import pickle
 import re
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,7 +50,10 @@ _LOCAL_EXPERTS = re.compile(r"\.local_experts\.(\d+)\.")
 _GROUPED_EXPERT = re.compile(r"\.experts\.linear_fc[12]\.weight\d+$")
 _MOE_NORM = "pre_mlp_layernorm.weight"
 _OPTIMIZER = ("optimizer.", "chained_")
-_BESIDE_WEIGHTS = re.compile(r"(^|/|\.)(_extra_state|rng_state|rerun_state_machine_state)\b")
+_COMMON = "common_state/shard_0_1"
+_BESIDE_WEIGHTS = re.compile(
+    r"(^|/|\.)(_extra_state|rng_state|rerun_state_machine_state|common_state)\b"
+)
 
 
 def dist_names(row: ParamRow) -> Iterator[str]:
@@ -90,7 +96,7 @@ class DistSource:
         self.metadata: Metadata = load_pickle(directory / ".metadata", unsafe=unsafe)
         if not isinstance(self.metadata, Metadata):
             raise self._error("its .metadata is not that of torch.distributed.checkpoint")
-        self.common: dict[str, Any] = load_archive(directory / "common.pt", unsafe=unsafe)
+        self.common: dict[str, Any] = self._load_common()
         arguments = self.common.get("args")
         self.config, self.files = find_config(directory, config_dir, arguments)
         architecture = describe_model(self.config, f"configuration of {str(directory)!r}")
@@ -110,6 +116,44 @@ class DistSource:
         self._check_leftovers()
         self._check_files()
         self.layout = self._describe_layout()
+
+    def write_common(self, path: Path) -> None:
+        """Write what is not sharded, with the optimizer's parameter groups, as `common.pt`.
+
+        Raises:
+            InputError: it holds objects that torch does not load with `weights_only`.
+        """
+        entry = self._common_entry()
+        if entry is None:
+            shutil.copyfile(self.directory / "common.pt", path)
+            return
+        with (self.directory / entry.relative_path).open("rb") as file:
+            file.seek(entry.offset)
+            archive = io.BytesIO(file.read(entry.length))
+        try:
+            (common,) = torch.load(archive, weights_only=not self._unsafe)
+        except pickle.UnpicklingError as error:
+            raise self._error(f"its common state cannot be loaded ({error})") from error
+        torch.save(common, path)
+
+    def _load_common(self) -> dict[str, Any]:
+        entry = self._common_entry()
+        if entry is None:
+            return load_archive(self.directory / "common.pt", unsafe=self._unsafe)
+        (common,) = load_archive(
+            self.directory / entry.relative_path,
+            offset=entry.offset,
+            length=entry.length,
+            unsafe=self._unsafe,
+        )
+        return common
+
+    def _common_entry(self) -> Any:
+        """Where newer versions of Megatron-Core keep what is not sharded; None: in `common.pt`."""
+        if (self.directory / "common.pt").exists():
+            return None
+        found = (i for index, i in self.metadata.storage_data.items() if index.fqn == _COMMON)
+        return next(found, None)
 
     def dtype(self, row: ParamRow) -> torch.dtype:
         return self._tensors[self._places[row.megatron].keys[0]].properties.dtype

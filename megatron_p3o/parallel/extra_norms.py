@@ -1,11 +1,14 @@
-"""Norms behind attention and MLP, in front of the residual addition (GLM-4).
+"""Norms that some models have and Megatron-Core's layers lack.
 
-Megatron-Core's transformer layer has none. Here its attention and its MLP are followed by one each:
-their outputs are complete there, for the row-parallel layers have been summed over tensor ranks.
+Behind attention and MLP, in front of the residual addition (GLM-4): the outputs are complete there,
+for the row-parallel layers have been summed over tensor ranks. And of the latent of keys and values
+alone (DeepSeek-V2-Lite): Megatron-Core has one switch for it and the latent of the queries, and its
+newer versions refuse that switch for queries without a latent.
 """
 
 from typing import Any
 
+from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -18,16 +21,8 @@ class PostNormLayer(TransformerLayer):
     def __init__(self, config: Any, submodules: Any, *args: Any, post_norm: Any, **kwargs: Any):
         super().__init__(config, submodules, *args, **kwargs)
 
-        def norm() -> Any:
-            return build_module(
-                post_norm,
-                config=config,
-                hidden_size=config.hidden_size,
-                eps=config.layernorm_epsilon,
-            )
-
-        self.post_self_attn_layernorm = norm()
-        self.post_mlp_layernorm = norm()
+        self.post_self_attn_layernorm = _build(post_norm, config, config.hidden_size)
+        self.post_mlp_layernorm = _build(post_norm, config, config.hidden_size)
         self.self_attention.register_forward_hook(self._norm_attention)
         self.mlp.register_forward_hook(self._norm_mlp)
 
@@ -52,6 +47,22 @@ def add_post_norms(spec: TransformerBlockSubmodules, *, norm: Any) -> None:
     for layer in spec.layer_specs:
         layer.module = PostNormLayer
         layer.params = {**(layer.params or {}), "post_norm": norm}
+
+
+def add_latent_key_norms(module: GPTModel, *, norm: Any) -> None:
+    """Give every layer's latent attention its `kv_layernorm`, in place.
+
+    Args:
+        module: built with `qk_layernorm=False`.
+        norm: class or spec of the norms.
+    """
+    for layer in module.decoder.layers:
+        config = layer.self_attention.config
+        layer.self_attention.kv_layernorm = _build(norm, config, config.kv_lora_rank)
+
+
+def _build(norm: Any, config: Any, size: int) -> Any:
+    return build_module(norm, config=config, hidden_size=size, eps=config.layernorm_epsilon)
 
 
 def _without_bias(output: tuple[Tensor, Tensor | None]) -> Tensor:
