@@ -19,6 +19,7 @@ from megatron_p3o.architecture.rope import read_rope
 from megatron_p3o.model_files import model_error, read_json, read_weight_headers
 
 _LATENT: tuple[Family, ...] = ("deepseek_v2", "deepseek_v3")
+_FURTHER_TOKENS: tuple[Family, ...] = ("deepseek_v3", "glm4_moe")
 # What transformers takes where config.json is silent; elsewhere hidden_size / heads.
 _DEFAULT_HEAD_DIM: Mapping[Family, int] = {"qwen3": 128, "glm4": 128, "glm4_moe": 128}
 
@@ -46,7 +47,8 @@ def read_architecture(model_dir: str | Path) -> ModelArchitecture:
             f"num_key_value_heads={num_kv_heads} must divide num_attention_heads={num_heads}; "
             "mend config.json"
         )
-    _check_no_further_tokens(config, num_layers, names)
+    if family in _FURTHER_TOKENS:
+        _check_no_further_tokens(config, num_layers, names)
     rope = read_rope(config, family)
     mla = _mla(config) if family in _LATENT else None
     head_dim = config.positive_int(

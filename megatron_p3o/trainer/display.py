@@ -121,7 +121,10 @@ def print_summary(records: Sequence[Mapping[str, float]], run_dir: RunDir) -> No
 
 
 def _step_line(step: int, metrics: Mapping[str, float], steps: int) -> str:
-    split = " ".join(f"{name} {metrics[f'time/{name}_s']:.1f}" for name in PHASES)
+    seconds = {name: metrics[f"time/{name}_s"] for name in PHASES}
+    if seconds["checkpoint"] < 0.05:  # most steps save nothing
+        del seconds["checkpoint"]
+    split = " ".join(f"{name} {value:.1f}" for name, value in seconds.items())
     return (
         f"step {step + 1:>{len(str(steps))}}/{steps}  reward {metrics['reward/mean']:.3f}  "
         f"ess {metrics['ess/step']:.4f}  ratio {metrics['ratio/mean']:.4f}  "

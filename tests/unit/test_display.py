@@ -18,6 +18,7 @@ METRICS = {
     "entropy/mean": 2.5,
     "grad_norm": 0.75,
     **{f"time/{phase}_s": 0.5 for phase in ("step", "rollout", "score", "train", "sync")},
+    "time/checkpoint_s": 0.04,
 }
 
 
@@ -70,7 +71,7 @@ def test_both_alarms_sound_together() -> None:
 def test_a_step_is_one_plain_line_and_its_alarms_follow(capsys: pytest.CaptureFixture[str]) -> None:
     display = ConsoleDisplay(config_with(), first_step=0)
     display.step(2, METRICS)
-    display.step(3, {**METRICS, "ratio/mean": 2.0})
+    display.step(3, {**METRICS, "ratio/mean": 2.0, "time/checkpoint_s": 1.25})
     display.close()
     lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
     assert lines[0] == (
@@ -78,6 +79,7 @@ def test_a_step_is_one_plain_line_and_its_alarms_follow(capsys: pytest.CaptureFi
         "(rollout 0.5 score 0.5 train 0.5 sync 0.5)"
     )
     assert lines[1].startswith("step  4/12")
+    assert lines[1].endswith("sync 0.5 checkpoint 1.2)")
     assert lines[2].startswith("step 3: alarm: mean ratio 2.000 outside ess.mean_ratio_band")
     assert len(lines) == 3
 
