@@ -17,8 +17,10 @@ from megatron_p3o.parallel.layout import ParallelLayout
 from megatron_p3o.parallel.setup import initialize, shut_down
 from megatron_p3o.trainer.policy import Policy
 from tests.dist.harness import next_rendezvous, spawn
-from tests.dist.models import make_model, replay_config
+from tests.dist.models import make_model, make_recording, replay_config
+from tests.dist.test_checkpoint import save_while_training
 from tests.dist.test_policy import TOKENS, sample
+from tests.dist.test_router_replay import assert_replayed
 
 
 def config_on_gpu(
@@ -126,22 +128,65 @@ def transformers_logprobs(model_dir: Path) -> torch.Tensor:
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe"])
+EXPERTS = {"qwen3_moe": 0, "mixtral": 0, "glm4_moe": 1, "deepseek_v2": 1, "deepseek_v3": 1}
+"""A layer that routes, of the families that have some."""
+# Heads of a size that attention kernels take.
+LATENT = {"qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "head_dim": 64, "v_head_dim": 64}
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "glm4", "glm4_moe"]
+)
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 2e-3), ("bf16", 0.3)])
 def test_transformer_engine_model_scores_and_steps(
     family: str, precision: str, tolerance: float, tmp_path: Path
 ) -> None:
     model_dir = make_model(tmp_path / "model", family, tied=family != "qwen2")
-    config = config_on_gpu(model_dir, precision)
-    ((logprobs, grad_norm, weights, names),) = spawn(score_update_export, 1, config)
+    names = assert_scores_and_steps(model_dir, precision, tolerance)
     # Transformer Engine keeps the norm in front of a linear layer inside that layer.
     assert "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight" in names
     # And a layer's experts in grouped linear layers, one weight for each.
-    grouped = "decoder.layers.0.mlp.experts.linear_fc1.weight3"
-    assert (grouped in names) == (family == "qwen3_moe")
+    grouped = f"decoder.layers.{EXPERTS.get(family, 0)}.mlp.experts.linear_fc1.weight3"
+    assert (grouped in names) == (family in EXPERTS)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_latent_attention(family: str, tmp_path: Path) -> None:
+    model_dir = make_model(tmp_path / "model", family, tied=False, **LATENT)
+    names = assert_scores_and_steps(model_dir, "bf16", tolerance=0.3)
+    assert "decoder.layers.1.mlp.experts.linear_fc1.weight3" in names
+
+
+def assert_scores_and_steps(model_dir: Path, precision: str, tolerance: float) -> list[str]:
+    """Log-probs as transformers', a finite gradient, weights out as they went in; their names."""
+    config = config_on_gpu(model_dir, precision)
+    ((logprobs, grad_norm, weights, names),) = spawn(score_update_export, 1, config)
     error = (torch.cat(logprobs) - transformers_logprobs(model_dir)).abs().max()
     assert error < tolerance
     assert 0 < grad_norm < float("inf")
     for name, tensor in load_file(model_dir / "model.safetensors").items():
-        want = tensor.to(torch.float32 if precision == "fp32" else torch.bfloat16)
-        assert torch.equal(weights[name], want), name
+        is_half = precision == "bf16" and not name.endswith("e_score_correction_bias")
+        assert torch.equal(weights[name], tensor.bfloat16() if is_half else tensor), name
+    return names
+
+
+def test_recorded_experts_are_replayed(tmp_path: Path) -> None:
+    assert_replayed(tmp_path, normalize=True, tolerance=2e-3)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+    model_dir = make_model(tmp_path / "model", "llama", tied=False)
+    recording = make_recording(
+        tmp_path / "samples.jsonl", model_dir, steps=2, groups=2, group_size=2, noise=0.2
+    )
+    config = replay_config(
+        model_dir,
+        recording,
+        steps=2,
+        groups=2,
+        group_size=2,
+        run={"dir": str(tmp_path / "run")},
+        layout={"data": 2},
+    )
+    spawn(save_while_training, 2, config, num_rendezvous=2)
