@@ -1,5 +1,6 @@
 """Start a run's ranks on this node through torchrun's engine, or be one of them."""
 
+import errno
 import logging
 import os
 import signal
@@ -24,6 +25,8 @@ from megatron_p3o.trainer.report import is_finished, report
 
 # Names the file by which the first failing rank claims the right to print its message.
 _FAILURE_FILE = "P3O_FAILURE_FILE"
+# While running, only a run dir is written to.
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 def launch_ranks(config: RunConfig, *, resume: bool) -> None:
@@ -110,7 +113,7 @@ def run_as_rank(config: RunConfig, *, resume: bool) -> None:
     if _FAILURE_FILE in os.environ:
         # Killed outright, the launcher could not end its ranks.
         end_with_parent(os.getppid())
-    with _LeaveOnFailure():
+    with _LeaveOnFailure(config):
         run_rank(config, resume=resume)
 
 
@@ -119,6 +122,9 @@ class _LeaveOnFailure:
 
     Without Python's clean-up: destructors of process groups would wait for ranks that are gone.
     """
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
 
     def __enter__(self) -> None:
         pass
@@ -132,11 +138,20 @@ class _LeaveOnFailure:
         if error is None:
             return
         if _is_first_failure():
-            expected = isinstance(error, UserError | RunError)
-            text = f"p3o: {error}" if expected else "".join(traceback.format_exception(error))
-            print(text, file=sys.stderr, flush=True)
+            print(_describe(error, self._config), file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(2 if isinstance(error, UserError) else 1)
+
+
+def _describe(error: BaseException, config: RunConfig) -> str:
+    if isinstance(error, UserError | RunError):
+        return f"p3o: {error}"
+    if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+        return (
+            f"p3o: run.dir={config.run.dir!r} cannot be written ({error.strerror}); make room, "
+            f"then: {_what_is_left(config)}"
+        )
+    return "".join(traceback.format_exception(error))
 
 
 def _is_first_failure() -> bool:

@@ -234,6 +234,22 @@ def ranks_of(parent: int) -> list[int]:
     return [int(line) for line in found.stdout.split()]
 
 
+def test_a_full_disk_is_one_message(tiny_model_dir: Path, tmp_path: Path) -> None:
+    config = write_run(tmp_path, tiny_model_dir, checkpoint={"every": 0}, train={"steps": 40})
+    limited = ["bash", "-c", 'ulimit -f 8 && exec "$@"', "bash"]  # no file above 8 KiB
+    result = subprocess.run(
+        [*limited, *command("train", str(config))],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 1
+    assert "cannot be written (File too large); make room, then: no checkpoint was" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert read_metrics(RunDir(tmp_path / "run").metrics)[0]["step"] == 0
+
+
 def test_nan_weights_stop_every_rank_with_a_name(tiny_model_dir: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(tiny_model_dir, model)
