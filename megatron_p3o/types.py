@@ -14,7 +14,7 @@ import binascii
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -232,3 +232,34 @@ class LossOutput:
     loss_sum: Tensor  # [] with gradient
     num_tokens: int
     metrics: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [] detached
+
+
+class BucketEntry(NamedTuple):
+    """One tensor of a `WeightBucket`."""
+
+    name: str
+    """Hugging Face name."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    """First byte in the bucket; a multiple of the dtype's size."""
+    stop: int
+    """One past the last byte."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightBucket:
+    """Tensors of a model, end to end in one piece of memory, on their way to rollout servers.
+
+    There are no gaps, so the places follow from dtypes and shapes in the order of the entries.
+
+    Example:
+        entry = bucket.entries[0]
+        bucket.data[entry.start : entry.stop].view(entry.dtype).view(entry.shape)
+    """
+
+    entries: tuple[BucketEntry, ...]
+    data: Tensor
+    """[bytes] uint8, on the device of the tensors."""
+    is_last: bool
+    """Whether it completes the model."""

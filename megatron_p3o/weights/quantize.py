@@ -38,19 +38,20 @@ def quantize_blockwise(weight: Tensor, block: tuple[int, int] = BLOCK) -> tuple[
     """A weight in e4m3 with one scale per block.
 
     Args:
-        weight: [out, in], a floating dtype.
+        weight: [out, in], a floating dtype, on any device.
         block: rows and columns of a block.
 
     Returns:
-        (q, scale_inv): [out, in] float8_e4m3fn and [ceil(out / rows), ceil(in / columns)] float32.
-        A block of zeros has scale 1.
+        (q, scale_inv): [out, in] float8_e4m3fn and [ceil(out / rows), ceil(in / columns)] float32,
+        on the weight's device. A block of zeros has scale 1.
 
     Raises:
         ValueError: the weight is not a matrix, or holds NaN or infinity.
     """
     _check_matrix(weight)
-    scales = torch.empty(num_blocks(tuple(weight.shape), block), dtype=torch.float32)
-    quantized = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
+    device = weight.device
+    scales = torch.empty(num_blocks(tuple(weight.shape), block), dtype=torch.float32, device=device)
+    quantized = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=device)
     band_rows = block[0] * _BAND_BLOCKS
     for start in range(0, len(weight), band_rows):
         rows = weight[start : start + band_rows].float()
@@ -95,7 +96,7 @@ def dequantize_blockwise(
             f"scale_inv has shape {list(scale_inv.shape)}, a weight of shape "
             f"{list(quantized.shape)} in blocks of {block[0]} x {block[1]} needs {list(expected)}"
         )
-    weight = torch.empty(quantized.shape, dtype=dtype)
+    weight = torch.empty(quantized.shape, dtype=dtype, device=quantized.device)
     band_rows = block[0] * _BAND_BLOCKS
     for start in range(0, len(quantized), band_rows):
         rows = quantized[start : start + band_rows].float()

@@ -1,0 +1,15 @@
+"""The trainer's weights on their way to rollout servers: numbers, buckets, files, checksums."""
+
+from megatron_p3o.weights.publish.buckets import fill_buckets
+from megatron_p3o.weights.publish.checksums import ChecksumReport, ServerChecksums
+from megatron_p3o.weights.publish.directory import write_version
+from megatron_p3o.weights.publish.served import ServedFormat, served_tensors
+
+__all__ = [
+    "ChecksumReport",
+    "ServedFormat",
+    "ServerChecksums",
+    "fill_buckets",
+    "served_tensors",
+    "write_version",
+]
