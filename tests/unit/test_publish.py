@@ -17,9 +17,9 @@ from megatron_p3o.weights import hf_tensors, param_rows
 from megatron_p3o.weights.publish import (
     ServedFormat,
     ServerChecksums,
+    VersionWriter,
     fill_buckets,
     served_tensors,
-    write_version,
 )
 from megatron_p3o.weights.resharding.describe import read_config
 from megatron_p3o.weights.resharding.values import same_bits
@@ -54,6 +54,17 @@ def unpacked(bucket: WeightBucket) -> list[tuple[str, Tensor]]:
 def random_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     size = torch.Size(shape).numel() * dtype.itemsize
     return torch.randint(0, 256, (size,), dtype=torch.uint8).view(dtype).view(shape)
+
+
+def writer(destination: Path, model_dir: Path, served: ServedFormat) -> VersionWriter:
+    return VersionWriter(
+        destination,
+        read_architecture(model_dir),
+        served,
+        config=read_config(model_dir),
+        files=model_dir,
+        held=torch.bfloat16,
+    )
 
 
 @given(
@@ -123,15 +134,10 @@ def test_fp8_is_what_reshard_writes(family: str, tmp_path: Path) -> None:
     sent = dict(served_tensors(trained(start), architecture, served))
     assert sent.keys() == expected.keys()
     assert all(same_bits(sent[name], expected[name]) for name in expected)
-    write_version(
-        tmp_path / "published" / "version_3",
-        trained(start),
-        architecture,
-        served,
-        config=read_config(start),
-        files=start,
-        held=torch.bfloat16,
-    )
+    with writer(tmp_path / "published" / "version_3", start, served) as version:
+        for name, tensor in sent.items():
+            version.add(name, tensor)
+        version.commit()
     for path in (tmp_path / "fp8").iterdir():
         copy = tmp_path / "published" / "version_3" / path.name
         assert copy.read_bytes() == path.read_bytes(), path.name
@@ -155,28 +161,20 @@ def test_bad_streams_are_refused(tmp_path: Path) -> None:
     stream = iter([("model.layers.0.self_attn.o_proj.weight", weight)])
     with pytest.raises(NonFiniteError, match=r"o_proj\.weight holds NaN"):
         list(served_tensors(stream, architecture, ServedFormat(fp8=True)))
-    with pytest.raises(ValueError, match="model.nothing has no row"):
+    with pytest.raises(ValueError, match=r"model\.nothing has no row"):
         list(served_tensors([("model.nothing", weight)], architecture, ServedFormat()))
 
 
 def test_an_unfinished_directory_leaves_nothing(tmp_path: Path) -> None:
     start = make_model(tmp_path / "start", "qwen3", **SIZES)
-
-    def broken() -> Iterator[tuple[str, Tensor]]:
-        yield next(trained(start))
+    destination = tmp_path / "published" / "version_1"
+    with (
+        pytest.raises(OSError, match="full"),
+        writer(destination, start, ServedFormat()) as version,
+    ):
+        version.add(*next(trained(start)))
         raise OSError("the disk is full")
-
-    with pytest.raises(OSError, match="full"):
-        write_version(
-            tmp_path / "published" / "version_1",
-            broken(),
-            read_architecture(start),
-            ServedFormat(),
-            config=read_config(start),
-            files=start,
-            held=torch.bfloat16,
-        )
-    assert not list((tmp_path / "published").iterdir())
+    assert not list(destination.parent.iterdir())
 
 
 def sha(*parts: Tensor) -> str:

@@ -2,14 +2,14 @@
 
 from megatron_p3o.weights.publish.buckets import fill_buckets
 from megatron_p3o.weights.publish.checksums import ChecksumReport, ServerChecksums
-from megatron_p3o.weights.publish.directory import write_version
+from megatron_p3o.weights.publish.directory import VersionWriter
 from megatron_p3o.weights.publish.served import ServedFormat, served_tensors
 
 __all__ = [
     "ChecksumReport",
     "ServedFormat",
     "ServerChecksums",
+    "VersionWriter",
     "fill_buckets",
     "served_tensors",
-    "write_version",
 ]

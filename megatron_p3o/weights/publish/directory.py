@@ -2,86 +2,123 @@
 
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from megatron_p3o.architecture import ModelArchitecture
-from megatron_p3o.weights.families import ParamRow, param_rows
-from megatron_p3o.weights.publish.served import ServedFormat
+from megatron_p3o.weights.families import param_rows
+from megatron_p3o.weights.publish.served import FP8, ServedFormat
 from megatron_p3o.weights.resharding.files import sync_directory
 from megatron_p3o.weights.resharding.hf_sink import HfSink
-from megatron_p3o.weights.resharding.values import RowValue
+from megatron_p3o.weights.resharding.hf_source import SCALE_SUFFIX
+from megatron_p3o.weights.resharding.values import BlockQuantized, HfTensor, RowValue
 
 _MAX_SHARD_BYTES = 5_000_000_000
 # Megatron's choice for the rows that keep their dtype: biases of the router.
 _KEPT_DTYPE = torch.float32
 
 
-def write_version(
-    destination: Path,
-    named_tensors: Iterable[tuple[str, Tensor]],
-    architecture: ModelArchitecture,
-    served: ServedFormat,
-    *,
-    config: Mapping[str, Any],
-    files: Path,
-    held: torch.dtype,
-) -> None:
-    """Write the model as `p3o reshard --to hf` would, all of it or nothing.
+class VersionWriter:
+    """Writes the files that `p3o reshard --to hf` would, all of them or nothing.
 
-    The stream is consumed one table row at a time; one row's tensors exist beside the model. The
-    directory appears when it is complete and synced.
+    Tensors come as they are served, in the table's order; those of one row are held. The directory
+    appears when `commit` has synced it; without that, leaving the context removes what was written.
 
-    Args:
-        destination: must not exist.
-        named_tensors: the trainer's tensors by Hugging Face name, rows in the table's order.
-        architecture: of the model.
-        served: the numbers to write.
-        config: the model's config.json.
-        files: the model directory whose tokenizer and generation files are carried over.
-        held: dtype of the trainer's parameters; the files are planned before the first one comes.
-
-    Raises:
-        OSError: the disk is full or cannot be written.
+    Example:
+        with VersionWriter(directory, architecture, served, ...) as writer:
+            for name, tensor in served_tensors(...):
+                writer.add(name, tensor)
+            writer.commit()
     """
-    rows = param_rows(architecture)
-    dtypes = {
-        row.megatron: served.row_dtype(row, _KEPT_DTYPE if row.keep_dtype else held) for row in rows
-    }
-    sink = HfSink(dtypes, rows, config, files, max_shard_bytes=_MAX_SHARD_BYTES)
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
-    try:
+
+    def __init__(
+        self,
+        destination: Path,
+        architecture: ModelArchitecture,
+        served: ServedFormat,
+        *,
+        config: Mapping[str, Any],
+        files: Path,
+        held: torch.dtype,
+    ) -> None:
+        """
+        Args:
+            destination: must not exist.
+            architecture: of the model.
+            served: the numbers of the tensors to come.
+            config: the model's config.json.
+            files: the model directory whose tokenizer and generation files are carried over.
+            held: dtype of the trainer's parameters; the files are planned before the first one
+                comes.
+        """
+        rows = param_rows(architecture)
+        dtypes = {
+            row.megatron: served.row_dtype(row, _KEPT_DTYPE if row.keep_dtype else held)
+            for row in rows
+        }
+        self._destination = destination
+        self._sink = HfSink(dtypes, rows, config, files, max_shard_bytes=_MAX_SHARD_BYTES)
+        self._rows = iter(rows)
+        self._row = next(self._rows)
+        self._parts: list[HfTensor] = []
+        self._unscaled: Tensor | None = None
+        self._partial: Path | None = None
+
+    def __enter__(self) -> Self:
+        parent = self._destination.parent
+        parent.mkdir(parents=True, exist_ok=True)
+        self._partial = Path(tempfile.mkdtemp(prefix=f".{self._destination.name}.", dir=parent))
         # mkdtemp makes directories that only their owner can read.
-        partial.chmod(0o755)
-        try:
-            sink.open(partial)
-            for row, tensors in _by_row(named_tensors, rows):
-                value = RowValue(row, parts=tensors)
-                sink.write(row, value.converted(dtypes[row.megatron]))
-            sink.finish()
-        finally:
-            sink.close()
-        sync_directory(partial)
-        partial.rename(destination)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+        self._partial.chmod(0o755)
+        self._sink.open(self._partial)
+        return self
 
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._sink.close()
+        if self._partial is not None:
+            shutil.rmtree(self._partial, ignore_errors=True)
 
-def _by_row(
-    named_tensors: Iterable[tuple[str, Tensor]], rows: tuple[ParamRow, ...]
-) -> Iterator[tuple[ParamRow, list[Tensor]]]:
-    """The stream cut into the rows' tensors, on the CPU."""
-    stream = iter(named_tensors)
-    for row in rows:
-        tensors = []
-        for expected in row.hf:
-            name, tensor = next(stream, (None, torch.empty(0)))
-            assert name == expected, (name, expected)
-            tensors.append(tensor.detach().cpu())
-        yield row, tensors
+    def add(self, name: str, tensor: Tensor) -> None:
+        """The next tensor.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        tensor = tensor.cpu()
+        if tensor.dtype is FP8:
+            self._unscaled = tensor
+            return
+        part: HfTensor = tensor
+        if self._unscaled is not None:
+            assert name.endswith(SCALE_SUFFIX), name
+            part, self._unscaled = BlockQuantized(self._unscaled, tensor), None
+            name = name.removesuffix(SCALE_SUFFIX)
+        expected = list(self._row.hf)[len(self._parts)]
+        assert name == expected, (name, expected)
+        self._parts.append(part)
+        if len(self._parts) == len(self._row.hf):
+            self._sink.write(self._row, RowValue(self._row, parts=self._parts))
+            self._parts = []
+            self._row = next(self._rows, self._row)
+
+    def commit(self) -> None:
+        """Make the directory appear under its name.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        assert self._partial is not None
+        self._sink.finish()
+        sync_directory(self._partial)
+        self._partial.rename(self._destination)
+        self._partial = None
