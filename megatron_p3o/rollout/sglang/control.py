@@ -42,6 +42,8 @@ class ServerInfo:
     version: str
     tensor_parallel_size: int
     device: str
+    instance: str
+    """The same for as long as the server's process lives, and another one afterwards."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,17 +88,23 @@ class ServerControl:
         return host
 
     def info(self) -> ServerInfo:
-        """Version, tensor ranks and device."""
+        """What the server was started as.
+
+        Raises:
+            CallRefused: the answer is not that of an SGLang server.
+        """
         content = self._call("GET", "/server_info", None, self._call_timeout_s)
         try:
             return ServerInfo(
                 version=str(content["version"]),
                 tensor_parallel_size=int(content["tp_size"]),
                 device=str(content["device"]),
+                # Seconds that the parts of start-up took, to the nanosecond.
+                instance=json.dumps(content["startup_time"], sort_keys=True),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise CallRefused(
-                f"{self.url}/server_info answers without version, tp_size or device ({error!r}); "
+                f"{self.url}/server_info lacks what this needs to know ({error!r}); "
                 "is it an SGLang server?"
             ) from error
 

@@ -31,6 +31,7 @@ from megatron_p3o.errors import ConfigurationError
 from megatron_p3o.rollout.sglang.control import (
     ControlError,
     ServerControl,
+    ServerInfo,
     ServerTimeout,
     ServerUnreachable,
     TensorDescription,
@@ -47,8 +48,7 @@ class Target:
     """A server that is being updated."""
 
     control: ServerControl
-    tensor_size: int
-    """Tensor ranks of the server."""
+    info: ServerInfo
 
 
 class BucketTransport(Protocol):
@@ -87,7 +87,7 @@ class TensorTransport:
             )
 
     def pack(self, bucket: WeightBucket, target: Target) -> Callable[[bool, str | None], None]:
-        payloads = bucket_payloads(bucket, target.tensor_size)
+        payloads = bucket_payloads(bucket, target.info.tensor_parallel_size)
 
         def send(flush_cache: bool, version: str | None) -> None:
             target.control.update_from_tensor(payloads, flush_cache=flush_cache, version=version)
@@ -116,10 +116,12 @@ class DistributedTransport:
         self._groups: dict[str, _UpdateGroup] = {}
 
     def connect(self, target: Target) -> None:
-        if target.control.url not in self._groups:
-            self._groups[target.control.url] = _UpdateGroup(
-                target, self._device, timeout_s=self._timeout_s
-            )
+        url = target.control.url
+        if url in self._groups:
+            if self._groups[url].instance == target.info.instance:
+                return
+            self.forget(url)  # the server has been restarted
+        self._groups[url] = _UpdateGroup(target, self._device, timeout_s=self._timeout_s)
 
     def pack(self, bucket: WeightBucket, target: Target) -> Callable[[bool, str | None], None]:
         group = self._groups[target.control.url]
@@ -144,12 +146,13 @@ class _UpdateGroup:
     """The sender and the tensor ranks of one server process, with a store of their own."""
 
     def __init__(self, target: Target, device: torch.device, *, timeout_s: float) -> None:
+        self.instance = target.info.instance
         self._control = target.control
         self._device = device
         self._timeout_s = timeout_s
         # A fresh name and store: a restarted server must not meet what its predecessor left.
         self._name = f"p3o-{uuid.uuid4().hex}"
-        world_size = 1 + target.tensor_size
+        world_size = 1 + target.info.tensor_parallel_size
         address = _address_towards(target.control)
         timeout = timedelta(seconds=timeout_s)
         store = dist.TCPStore(

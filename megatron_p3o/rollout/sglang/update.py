@@ -107,7 +107,7 @@ class WeightUpdate:
         """Meet the servers, before anything is interrupted."""
 
         def meet(control: ServerControl) -> Target:
-            target = Target(control=control, tensor_size=control.info().tensor_parallel_size)
+            target = Target(control=control, info=control.info())
             if transport is not None:
                 transport.connect(target)
             return target
@@ -145,14 +145,19 @@ class WeightUpdate:
             )
         )
 
-    def verify(self, check: Check) -> None:
-        """Compare every server's checksums; a server with other weights has failed."""
+    def verify(self, check: Check, *, is_proof: bool) -> None:
+        """Compare every server's checksums; a server with other weights has failed.
+
+        Args:
+            check: finds what is wrong.
+            is_proof: whether finding nothing proves that the weights are the trainer's.
+        """
         found = self._with_each(lambda target: target.control.checksums())
         for url, ranks in found.items():
             wrong = check(self._targets[url], ranks)
             if wrong is not None:
                 self._fail(url, wrong)
-        self._verified = bool(self._targets)
+        self._verified = is_proof and bool(self._targets)
 
     def resume(self) -> None:
         """Go on generating wherever the update succeeded."""

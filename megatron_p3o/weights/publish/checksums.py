@@ -70,20 +70,19 @@ class ServerChecksums:
         Args:
             architecture: of the model.
             tensor_size: tensor ranks of a server.
-
-        Raises:
-            ValueError: the model has experts, whose place in a server is not described here.
         """
-        if architecture.moe is not None or architecture.mla is not None:
-            raise ValueError(
-                f"server checksums of a {architecture.family} model cannot be predicted; set "
-                "rollout.publish.verify_every=0"
-            )
+        assert self.can_predict(architecture), architecture.family
         self._num_kv_heads = architecture.num_key_value_heads
         self._size = tensor_size
         self._hashes: dict[tuple[int, str], hashlib._Hash] = {}
         self._parts_left: dict[str, int] = {}
         self._unscaled: tuple[str, Tensor] | None = None
+
+    @staticmethod
+    def can_predict(architecture: ModelArchitecture) -> bool:
+        """Whether this describes how a server puts the model together: not with experts or latent
+        attention."""
+        return architecture.moe is None and architecture.mla is None
 
     def add(self, name: str, tensor: Tensor) -> None:
         """The next tensor of the model as it is sent: query, key, value in this order, gate before
