@@ -31,7 +31,7 @@ def server_python() -> Path:
 class Server:
     """One server process tree."""
 
-    def __init__(self, model_dir: Path, log: Path, *arguments: str) -> None:
+    def __init__(self, model_dir: Path, log: Path, *arguments: str, ranks: int = 1) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -45,6 +45,7 @@ class Server:
             *arguments,
         ]
         environment = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+        environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(ranks)))
         environment.pop("PYTHONPATH", None)
         with log.open("wb") as stream:
             self._process = subprocess.Popen(

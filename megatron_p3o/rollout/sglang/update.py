@@ -14,8 +14,9 @@ Interruption modes, for requests that are running when an update comes:
     wait      they end first, under the weights they began with
     retract   they are put back in the queue, and go on under the new weights from their tokens so
               far; the KV cache is computed again
-    in_place  they go on with their KV cache of the old weights, which therefore cannot be flushed:
-              start the servers without prefix cache, or later requests reuse stale entries
+    in_place  they go on with their KV cache of the old weights, which therefore cannot be flushed
+              while any runs: start the servers with --disable-radix-cache, or later requests with
+              the same prompt reuse the old weights' entries
     abort     they end with the tokens they have
 
 In each mode `meta_info.weight_versions` of a response tells the tokens of each version.
@@ -23,6 +24,7 @@ In each mode `meta_info.weight_versions` of a response tells the tokens of each 
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeVar
@@ -161,7 +163,14 @@ class WeightUpdate:
 
     def resume(self) -> None:
         """Go on generating wherever the update succeeded."""
-        self._with_each(lambda target: target.control.continue_generation())
+
+        def go_on(control: ServerControl) -> None:
+            if self._interrupt == "in_place":
+                with suppress(CallRefused):  # requests are running
+                    control.flush_cache()
+            control.continue_generation()
+
+        self._with_each(lambda target: go_on(target.control))
 
     def report(self, transport: BucketTransport | None) -> PublishReport:
         """What became of it; a transport forgets the servers that failed."""
