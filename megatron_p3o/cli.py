@@ -6,6 +6,7 @@ Exit codes: 0 done; 2 bad configuration or input, with one message on stderr and
 
 import os
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -44,6 +45,23 @@ def train(
         run_as_rank(config, resume=resume)
     else:
         launch_ranks(config, resume=resume)
+
+
+@app.command(context_settings=_OVERRIDES)
+def serve(
+    context: typer.Context,
+    run: Annotated[str, typer.Argument(metavar="RUN.yaml", help="The run's configuration.")],
+    logs: Annotated[
+        Path | None, typer.Option(help="Directory of the logs; <run.dir>.servers if left out.")
+    ] = None,
+) -> None:
+    """Start this node's SGLang servers (rollout.launch) and keep them alive until Ctrl-C."""
+    config = load_config(run, context.args)
+    from megatron_p3o.trainer.display import log_lines
+    from megatron_p3o.trainer.serve import serve as serve_until_told
+
+    with log_lines():
+        serve_until_told(config, logs)
 
 
 @app.command()

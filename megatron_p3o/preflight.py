@@ -53,7 +53,7 @@ def check_run(config: RunConfig, *, resume: bool) -> RunInputs:
         )
     reference = _read_reference(config, architecture)
     prompts = None
-    if config.rollout.engine == "embedded":
+    if config.rollout.engine != "replay":
         _check_tokenizer(Path(config.model.path))
         prompts = load_prompts(config.data)
         resolve_reward(config.data.reward.name)

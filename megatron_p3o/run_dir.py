@@ -6,6 +6,8 @@
 <dir>/curves.png                    drawn when the run ends
 <dir>/checkpoints/step_<N>/         a complete checkpoint after N steps
 <dir>/checkpoints/latest            text: the name of the newest complete checkpoint
+<dir>/servers/                      logs of the rollout servers that the run started
+<dir>/weights/version_<N>/          the weights published last, with rollout.publish.transport=disk
 """
 
 import json
@@ -42,6 +44,14 @@ class RunDir:
     @property
     def tensorboard(self) -> Path:
         return self.root / "tensorboard"
+
+    @property
+    def servers(self) -> Path:
+        return self.root / "servers"
+
+    @property
+    def weights(self) -> Path:
+        return self.root / "weights"
 
     @property
     def checkpoints(self) -> Path:

@@ -12,7 +12,7 @@ predicts it has already been selected. No code shifts by one anywhere else.
 import base64
 import binascii
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -58,6 +58,32 @@ class RoutedExperts:
         return torch.from_numpy(values).view(self.shape)
 
 
+class VersionSpan(NamedTuple):
+    """Consecutive response tokens that were sampled with the weights of one version."""
+
+    version: int
+    start: int
+    """First token of the span, counted in the response."""
+    stop: int
+    """One past the last."""
+
+
+def check_spans(spans: Sequence[VersionSpan], num_tokens: int) -> None:
+    """Raises ValueError unless the spans follow each other from the first token to the last."""
+    starts = [0, *(span.stop for span in spans[:-1])]
+    if (
+        any(
+            span.start != start or span.stop <= start
+            for span, start in zip(spans, starts, strict=True)
+        )
+        or spans[-1].stop != num_tokens
+    ):
+        raise ValueError(
+            f"version spans {[tuple(span) for span in spans]} must cover the {num_tokens} tokens "
+            "of the response one after the other"
+        )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
     """One response to one prompt, as the rollout engine produced it.
@@ -88,6 +114,8 @@ class Sample:
     reward_error: str | None = None
     routed_experts: RoutedExperts | None = None
     """Of the rollout engine's forward passes; None where it does not report them."""
+    version_spans: tuple[VersionSpan, ...] = ()
+    """Which tokens each version sampled, when the weights changed on the way; else empty."""
 
     def __post_init__(self) -> None:
         if len(self.response_ids) != len(self.rollout_logprobs):
@@ -101,6 +129,8 @@ class Sample:
                 f"sample {self.name}: routed_experts has {self.routed_experts.shape[0]} tokens but "
                 f"{num_inputs} enter the model; all but the last token are needed"
             )
+        if self.version_spans:
+            check_spans(self.version_spans, len(self.response_ids))
 
     @property
     def name(self) -> str:
@@ -129,6 +159,7 @@ class Sample:
             known["routed_experts"] = RoutedExperts(
                 shape=tuple(experts["shape"]), data=experts["data"]
             )
+        known["version_spans"] = tuple(VersionSpan(*s) for s in known.get("version_spans", ()))
         return cls(**known)
 
     def with_reward(self, reward: float | None, error: str | None = None) -> "Sample":

@@ -30,6 +30,16 @@ from megatron_p3o.config.objectives import (
     RLOOObjective,
     SAPOObjective,
 )
+from megatron_p3o.config.rollout import (
+    Interrupt,
+    LaunchSection,
+    ParityCheckSection,
+    PrecisionSection,
+    PublishSection,
+    RolloutSection,
+    SamplingSection,
+    Transport,
+)
 from megatron_p3o.config.sections import (
     CheckpointSection,
     DataSection,
@@ -38,12 +48,9 @@ from megatron_p3o.config.sections import (
     LayoutSection,
     ModelSection,
     OptimizerSection,
-    PrecisionSection,
     RewardSection,
-    RolloutSection,
     RunConfig,
     RunSection,
-    SamplingSection,
     TrainSection,
 )
 
@@ -59,6 +66,8 @@ __all__ = [
     "EssSection",
     "GRPOObjective",
     "GSPOObjective",
+    "Interrupt",
+    "LaunchSection",
     "LayoutSection",
     "ModelSection",
     "Objective",
@@ -67,7 +76,9 @@ __all__ = [
     "P3OObjective",
     "P4OObjective",
     "PPODecoupledObjective",
+    "ParityCheckSection",
     "PrecisionSection",
+    "PublishSection",
     "RLOOObjective",
     "ReferenceSection",
     "ReinforceObjective",
@@ -78,6 +89,7 @@ __all__ = [
     "SAPOObjective",
     "SamplingSection",
     "TrainSection",
+    "Transport",
     "json_schema",
     "load_config",
     "parse_config",

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from megatron_p3o.config.objectives import Objective, P3OObjective, ReferenceSection
+from megatron_p3o.config.rollout import PrecisionSection, RolloutSection, SamplingSection
 from megatron_p3o.config.section import Section
 
 
@@ -40,6 +41,9 @@ class RewardSection(Section):
     """A built-in verifier (`integer_match`, `math_equivalence`) or `module:function`."""
     timeout_s: PositiveFloat = 10.0
     """Seconds one reward may take; a slower one counts as failed."""
+    num_workers: PositiveInt = 4
+    """With `rollout.engine: sglang`: rewards computed at once, each in a process on rank 0's node.
+    With `embedded` every rank has one."""
     max_failure_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Greatest share of a step's rewards that may raise or time out before the run stops."""
 
@@ -272,50 +276,6 @@ class EssSection(Section):
         return self
 
 
-class RolloutSection(Section):
-    engine: Literal["embedded", "replay"] = "embedded"
-    replay_path: str | None = None
-    """A recorded samples.jsonl, for engine replay."""
-    max_staleness: Annotated[int, Field(ge=0, le=0)] = 0
-    """Weight versions a sample may lag when it is trained on; this version is synchronous (0)."""
-    batch_size: PositiveInt = 64
-    """Sequences that the embedded engine decodes together."""
-
-    @model_validator(mode="after")
-    def _replay(self) -> "RolloutSection":
-        if (self.engine == "replay") != (self.replay_path is not None):
-            raise ValueError(
-                f"rollout.replay_path={self.replay_path!r} goes with rollout.engine=replay and "
-                f"only with it (got {self.engine}); set both or neither"
-            )
-        return self
-
-
-class SamplingSection(Section):
-    temperature: PositiveFloat = 1.0
-    """Logits are divided by it, in the rollout and in the trainer's log-probs alike."""
-    top_p: float = 1.0
-    top_k: int = -1
-    max_new_tokens: PositiveInt = 128
-
-    @model_validator(mode="after")
-    def _untruncated(self) -> "SamplingSection":
-        if self.top_p != 1.0 or self.top_k != -1:
-            raise ValueError(
-                f"sampling.top_p={self.top_p}, sampling.top_k={self.top_k}: training needs top_p=1 "
-                "and top_k=-1, since a truncated distribution makes every policy ratio wrong; "
-                "remove them"
-            )
-        return self
-
-
-class PrecisionSection(Section):
-    trainer: Literal["fp32", "bf16"] = "fp32"
-    """Compute type of the trainer; master weights and gradients are fp32 either way."""
-    rollout: Literal["fp32", "bf16"] = "fp32"
-    """Type of the rollout engine's weights and activations."""
-
-
 class CheckpointSection(Section):
     every: Annotated[int, Field(ge=0)] = 0
     """Save every this many steps, and at the end; 0 saves nothing."""
@@ -400,6 +360,21 @@ class RunConfig(Section):
                 f"train.dynamic_sampling.max_rounds={rounds} must be 0 with rollout.engine=replay: "
                 "a recording holds the groups that were kept and no prompts to draw; set it to 0"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _served(self) -> "RunConfig":
+        """What only SGLang servers do, and what they do not."""
+        precision = self.precision
+        if self.rollout.engine == "sglang":
+            return self
+        for field in ("rollout", "rollout_kv_cache"):
+            value = getattr(precision, field)
+            if value.startswith("fp8") and self.rollout.engine == "embedded":
+                raise ValueError(
+                    f"precision.{field}={value} needs rollout.engine=sglang (got "
+                    f"{self.rollout.engine}); choose another engine or precision"
+                )
         return self
 
     @property

@@ -88,6 +88,12 @@ class ParallelContext:
         dist.all_gather_object(values, value, group=self.control_group)
         return values
 
+    def broadcast_object(self, value: T | None) -> T:
+        """Rank 0's value, on every rank; what the others pass is not read."""
+        values: list[Any] = [value]
+        dist.broadcast_object_list(values, src=0, group=self.control_group)
+        return values[0]
+
     def barrier(self) -> None:
         dist.barrier(group=self.control_group)
 

@@ -1,5 +1,6 @@
 """Rollout engines behind one protocol, sampling noise, and recorded rollouts."""
 
+from megatron_p3o.rollout.buffer import StalenessBuffer, Taken
 from megatron_p3o.rollout.embedded import EmbeddedEngine
 from megatron_p3o.rollout.engine import Generation, GenerationRequest, RolloutEngine
 from megatron_p3o.rollout.noise import SampleNoise, invert_cdf
@@ -14,5 +15,7 @@ __all__ = [
     "RolloutEngine",
     "SampleNoise",
     "SampleRecorder",
+    "StalenessBuffer",
+    "Taken",
     "invert_cdf",
 ]

@@ -19,7 +19,7 @@ from megatron_p3o.errors import NonFiniteError, RunError
 from megatron_p3o.rollout.engine import Generation, GenerationRequest
 from megatron_p3o.rollout.noise import SampleNoise, invert_cdf
 from megatron_p3o.rollout.routers import RouterRecorder
-from megatron_p3o.types import FinishReason, RoutedExperts
+from megatron_p3o.types import FinishReason, RoutedExperts, VersionSpan
 
 # Shape legend: P prompts, B sequences being decoded, L tokens so far (left-padded), V vocabulary.
 
@@ -239,7 +239,7 @@ class EmbeddedEngine:
             response_ids=tuple(row.response_ids),
             logprobs=tuple(row.logprobs),
             finish_reason=row.finish_reason,
-            weight_version=self._weight_version,
+            version_spans=(VersionSpan(self._weight_version, 0, len(row.response_ids)),),
             routed_experts=RoutedExperts.from_tensor(torch.cat(row.experts))
             if row.experts
             else None,

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megatron_p3o.types import FinishReason, RoutedExperts
+from megatron_p3o.types import FinishReason, RoutedExperts, VersionSpan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +33,8 @@ class Generation:
     response_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
-    weight_version: int
+    version_spans: tuple[VersionSpan, ...]
+    """Which tokens each weight version sampled."""
     routed_experts: RoutedExperts | None = None
     """Where each token went in a mixture-of-experts model, when it was asked for."""
 

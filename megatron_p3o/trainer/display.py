@@ -1,7 +1,9 @@
 """What a person sees while a run trains: a progress bar or lines, alarms, a table at the end."""
 
+import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 from rich.console import Console
@@ -37,6 +39,29 @@ class SilentDisplay:
 
     def close(self) -> None:
         pass
+
+
+class _LogLines(logging.Handler):
+    """Prints log records among the steps, above the progress bar where there is one."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), flush=True)
+
+
+@contextmanager
+def log_lines() -> Iterator[None]:
+    """Show this package's log, from INFO on."""
+    logger, handler = logging.getLogger("megatron_p3o"), _LogLines()
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 class ConsoleDisplay:

@@ -6,7 +6,7 @@ position), so the sharing does not change the samples.
 """
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from megatron_p3o.algorithms import group_advantages, overlong_penalty, token_weights
-from megatron_p3o.config import DAPOObjective, RunConfig
+from megatron_p3o.config import DAPOObjective, RewardSection, RunConfig
 from megatron_p3o.data import (
     DrawnPrompt,
     PromptCursor,
@@ -38,6 +38,10 @@ class Collected:
     """What the groups alone do not tell: which were drawn and dropped."""
 
 
+Weights = Callable[[], Iterable[tuple[str, Tensor]]]
+"""Walks through a whole model by Hugging Face name. Collective, each time it is called."""
+
+
 class RolloutSource(Protocol):
     """Where a step's groups come from."""
 
@@ -45,8 +49,14 @@ class RolloutSource(Protocol):
         """All groups of the step. Collective."""
         ...
 
-    def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take the trainer's weights by Hugging Face name. Collective."""
+    def publish(self, weights: Weights, version: int) -> None:
+        """Take the trainer's weights, which stay as they are until `collect` has returned.
+        Collective."""
+        ...
+
+    def parity_samples(self) -> Mapping[str, Sequence[Sample]]:
+        """Samples under the weights published last, by the name of who made them, for a
+        comparison of log-probs; none where there is nothing to compare. Collective."""
         ...
 
     def state(self) -> dict[str, Any]:
@@ -78,9 +88,7 @@ class GeneratedRollouts:
         self._encoder = PromptEncoder(tokenizer, config.data)
         self._cursor = PromptCursor(len(prompts), config.run.seed, config.data.shuffle)
         self._rewards = RewardRunner(config.data.reward)
-        # Encode every prompt once, shared over ranks: a bad one must not stop the run at step 900.
-        for item in prompts[context.rank :: context.layout.world_size]:
-            self._encoder.encode(item)
+        check_prompts(prompts, tokenizer, config, context)
 
     def collect(self, step: int) -> Collected:
         """Draw, generate, reward; with dynamic sampling, replace groups of equal rewards.
@@ -94,16 +102,16 @@ class GeneratedRollouts:
         max_rounds = self._config.train.dynamic_sampling.max_rounds
         groups = self._generate(self._cursor.take(self._config.train.prompts_per_step), step)
         generated = [*groups]
-        self._check_rewards(generated)
+        check_rewards(generated, self._config.data.reward)
         rounds = 0
         while rounds < max_rounds and (flat := [i for i, g in enumerate(groups) if is_flat(g)]):
             rounds += 1
             fresh = self._generate(self._cursor.take(len(flat)), step)
             generated += fresh
-            self._check_rewards(generated)
+            check_rewards(generated, self._config.data.reward)
             for place, group in zip(flat, fresh, strict=True):
                 groups[place] = group
-        metrics = _replacement_metrics(generated, groups, rounds) if max_rounds else {}
+        metrics = replacement_metrics(generated, groups, rounds) if max_rounds else {}
         return Collected(groups=tuple(groups), metrics=metrics)
 
     def _generate(self, drawn: Sequence[DrawnPrompt], step: int) -> list[SampleGroup]:
@@ -131,7 +139,7 @@ class GeneratedRollouts:
         )
         prompt_ids = {request.prompt_id: request.prompt_ids for request in requests}
         samples = [
-            _sample(g, prompt_ids[g.prompt_id], items[g.prompt_id].prompt, text).with_reward(
+            make_sample(g, prompt_ids[g.prompt_id], items[g.prompt_id].prompt, text).with_reward(
                 result.value, result.error
             )
             for g, text, result in zip(generations, texts, rewards, strict=True)
@@ -139,18 +147,11 @@ class GeneratedRollouts:
         everyone = [s for share in self._context.gather_objects(samples) for s in share]
         return _group([prompt.key for prompt in drawn], everyone)
 
-    def _check_rewards(self, groups: Sequence[SampleGroup]) -> None:
-        samples = [sample for group in groups for sample in group.samples]
-        failed = [sample for sample in samples if sample.reward is None]
-        check_failures(
-            len(failed),
-            len(samples),
-            self._config.data.reward,
-            f"sample {failed[0].name}: {failed[0].reward_error}" if failed else None,
-        )
+    def publish(self, weights: Weights, version: int) -> None:
+        self._engine.update_weights(weights(), version)
 
-    def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        self._engine.update_weights(weights, version)
+    def parity_samples(self) -> Mapping[str, Sequence[Sample]]:
+        return {}
 
     def state(self) -> dict[str, Any]:
         return self._cursor.state()
@@ -172,8 +173,11 @@ class RecordedRollouts:
     def collect(self, step: int) -> Collected:
         return Collected(groups=self._recording.groups(step))
 
-    def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def publish(self, weights: Weights, version: int) -> None:
         pass
+
+    def parity_samples(self) -> Mapping[str, Sequence[Sample]]:
+        return {}
 
     def state(self) -> dict[str, Any]:
         return {}
@@ -220,6 +224,34 @@ def split_groups(groups: Sequence[SampleGroup], parts: int) -> list[Sequence[Sam
     return [groups[start : start + size] for start in range(0, len(groups), size)]
 
 
+def check_prompts(
+    prompts: PromptSet,
+    tokenizer: PreTrainedTokenizerBase,
+    config: RunConfig,
+    context: ParallelContext,
+) -> None:
+    """Encode every prompt once, shared over ranks: a bad one must not stop the run at step 900.
+
+    Raises:
+        InputError: on the rank that met it.
+    """
+    encoder = PromptEncoder(tokenizer, config.data)
+    for item in prompts[context.rank :: context.layout.world_size]:
+        encoder.encode(item)
+
+
+def check_rewards(groups: Sequence[SampleGroup], config: RewardSection) -> None:
+    """Raises RewardError when more rewards failed than are tolerated."""
+    samples = [sample for group in groups for sample in group.samples]
+    failed = [sample for sample in samples if sample.reward is None]
+    check_failures(
+        len(failed),
+        len(samples),
+        config,
+        f"sample {failed[0].name}: {failed[0].reward_error}" if failed else None,
+    )
+
+
 def is_flat(group: SampleGroup) -> bool:
     """Whether the rewards that are there are all equal, so that every advantage is 0."""
     return len({s.reward for s in group.samples if s.reward is not None}) <= 1
@@ -257,7 +289,11 @@ def batch_metrics(
     }
 
 
-def _sample(generation: Generation, prompt_ids: tuple[int, ...], prompt: str, text: str) -> Sample:
+def make_sample(
+    generation: Generation, prompt_ids: tuple[int, ...], prompt: str, text: str
+) -> Sample:
+    """A generation with its prompt and text, not yet rewarded."""
+    versions = {span.version for span in generation.version_spans}
     return Sample(
         prompt_id=generation.prompt_id,
         sample_index=generation.sample_index,
@@ -265,8 +301,9 @@ def _sample(generation: Generation, prompt_ids: tuple[int, ...], prompt: str, te
         response_ids=generation.response_ids,
         rollout_logprobs=generation.logprobs,
         finish_reason=generation.finish_reason,
-        weight_version_min=generation.weight_version,
-        weight_version_max=generation.weight_version,
+        weight_version_min=min(versions),
+        weight_version_max=max(versions),
+        version_spans=generation.version_spans if len(versions) > 1 else (),
         prompt_text=prompt,
         response_text=text,
         routed_experts=generation.routed_experts,
@@ -285,7 +322,7 @@ def _overlong_penalty(sample: Sample, config: RunConfig) -> float:
     )
 
 
-def _replacement_metrics(
+def replacement_metrics(
     generated: Sequence[SampleGroup], kept: Sequence[SampleGroup], rounds: int
 ) -> dict[str, float]:
     """What dynamic sampling did; `generated` holds the kept groups too."""

@@ -25,6 +25,7 @@ from megatron_p3o.trainer.experience import (
     split_groups,
 )
 from megatron_p3o.trainer.metrics import Metric, MetricSink, combine
+from megatron_p3o.trainer.parity import check_parity
 from megatron_p3o.trainer.policy import Policy
 from megatron_p3o.trainer.timing import StepTimer
 from megatron_p3o.types import SampleGroup, ScoredSample
@@ -54,7 +55,8 @@ def train(
     Raises:
         RunError: the run cannot go on; the last checkpoint is valid.
     """
-    rollouts.publish(policy.named_tensors(), policy.weight_version)
+    rollouts.publish(policy.named_tensors, policy.weight_version)
+    check_parity(config, policy, rollouts.parity_samples())
     for step in range(first_step, config.train.steps):
         timer = StepTimer()
         version = policy.weight_version
@@ -67,7 +69,7 @@ def train(
         ]
         updates = _optimize(policy, batches, timer)
         with timer.phase("sync"):
-            rollouts.publish(policy.named_tensors(), policy.weight_version)
+            rollouts.publish(policy.named_tensors, policy.weight_version)
         with timer.phase("checkpoint"):
             checkpoints.advance()
             if _checkpoint_due(config, step + 1):

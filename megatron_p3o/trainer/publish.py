@@ -4,10 +4,10 @@ All ranks walk through `named_tensors`, whose every tensor is a collective; rank
 buckets and sends. Whatever happens to servers, or to rank 0's disk, rank 0 walks to the end before
 anything is raised, and then all ranks raise alike, so that nobody waits in a collective.
 
-    named_tensors -> served numbers -> [kept copy] -> [expected checksums] -> buckets -> servers
+    named_tensors -> served numbers -> [expected checksums] -> buckets, or files -> servers
 
-A server that failed, or that was restarted between two publications, catches up alone: from the
-kept copy (`catch_up`, at any time, rank 0 only), or with the others at the next publication.
+A server that failed, or that was restarted, gets the weights by another call, alone or with the
+others.
 """
 
 import shutil
@@ -15,17 +15,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_p3o.architecture import ModelArchitecture
+from megatron_p3o.config import Interrupt, Transport
 from megatron_p3o.errors import RunError, UserError
 from megatron_p3o.rollout.sglang import (
     BucketTransport,
     DistributedTransport,
-    InterruptMode,
     PublishReport,
     ServerControl,
     Target,
@@ -41,7 +41,6 @@ from megatron_p3o.weights.publish import (
     served_tensors,
 )
 
-TransportName = Literal["tensor", "distributed", "disk"]
 _SHOWN_NAMES = 3
 
 
@@ -54,22 +53,18 @@ class Ranks(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def gather_objects(self, value: Any) -> list[Any]: ...
+    def broadcast_object(self, value: Any) -> Any: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishOptions:
     """How weights are published."""
 
-    transport: TransportName
+    transport: Transport
     directory: Path
-    """Where versions are written, for `disk` and for kept copies; servers must be able to read it
-    at this path."""
-    interrupt: InterruptMode = "wait"
+    """Where versions are written, for `disk`; servers must be able to read it at this path."""
+    interrupt: Interrupt = "wait"
     bucket_bytes: int = 512 * 1024 * 1024
-    keep_copy: bool = False
-    """Also write every version to `directory`, so that a restarted server can catch up at once;
-    `disk` does so anyway. Only the last version is kept."""
     verify_every: int = 10
     """Compare checksums at the first publication and at every so many after it; 0: never."""
     timeout_s: float = 300.0
@@ -89,7 +84,7 @@ class PublishedModel:
     config: Mapping[str, Any]
     """The model's config.json."""
     files: Path
-    """The model directory, for tokenizer and generation files of kept copies."""
+    """The model directory, for tokenizer and generation files of what is written."""
 
 
 class Publisher:
@@ -101,7 +96,8 @@ class Publisher:
         self._options = options
         self._transport = _make_transport(options, ranks.device)
         self._num_published = 0
-        self._kept: tuple[Path, int] | None = None
+        self._last_version: int | None = None
+        self._written: Path | None = None
 
     def publish(
         self,
@@ -140,37 +136,14 @@ class Publisher:
         # The other ranks are in the collectives of the tensors that are left.
         for _ in stream:
             pass
-        outcome = self._ranks.gather_objects(outcome)[0]
+        outcome = self._ranks.broadcast_object(outcome)
         assert outcome is not None
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
 
-    def catch_up(self, server: ServerControl) -> bool:
-        """Bring one server to the last published version, on rank 0, without the other ranks.
-
-        For a server that was restarted: nothing runs there, and it must not serve before this.
-
-        Returns:
-            False if no copy is kept; the server then waits for the next publication.
-
-        Raises:
-            ControlError: the server did not take it.
-        """
-        if self._kept is None:
-            return False
-        directory, version = self._kept
-        server.update_from_disk(str(directory), flush_cache=True, version=str(version))
-        server.continue_generation()
-        return True
-
-    @property
-    def kept(self) -> tuple[Path, int] | None:
-        """Directory and version of the copy, which a server can also be started from."""
-        return self._kept
-
     def close(self) -> None:
-        """Leave the process groups. The kept copy stays for servers that outlive the run."""
+        """Leave the process groups. The last version stays for servers that outlive the run."""
         if self._transport is not None and self._ranks.rank == 0:
             self._transport.close()
 
@@ -187,35 +160,38 @@ class Publisher:
         update.prepare(self._transport)
         verification = _Verification(self._model.architecture, update.targets)
         taps: list[Callable[[str, Tensor], None]] = []
-        due = self._verification_due()
+        due = self._verification_due(version)
         if due:
             taps.append(verification.add)
         destination = (options.directory / f"version_{version}").absolute()
         with ExitStack() as stack:
             writer = None
-            if options.keep_copy or self._transport is None:
+            if self._transport is None:
                 writer = stack.enter_context(self._writer(destination))
                 taps.append(writer.add)
             served = served_tensors(stream, self._model.architecture, self._model.served)
             tensors = _tapped(served, taps)
             if self._transport is None:
                 nbytes = sum(tensor.nbytes for _, tensor in tensors)
-                self._commit(writer, destination, version)
+                assert writer is not None
+                self._commit(writer, destination)
                 update.pause()
                 update.load(str(destination), nbytes)
             else:
                 update.pause()
                 update.send(fill_buckets(tensors, options.bucket_bytes), self._transport)
-                self._commit(writer, destination, version)
         if due:
             update.verify(verification.wrong, is_proof=verification.is_proof)
         update.resume()
-        self._num_published += 1
+        self._num_published += version != self._last_version
+        self._last_version = version
         return update.report(self._transport)
 
-    def _verification_due(self) -> bool:
+    def _verification_due(self, version: int) -> bool:
+        """Servers that get a version later than the others are always checked."""
         every = self._options.verify_every
-        return every > 0 and self._num_published % every == 0
+        is_late = version == self._last_version
+        return every > 0 and (is_late or self._num_published % every == 0)
 
     def _writer(self, destination: Path) -> VersionWriter:
         # Of a run that published this version before it was resumed from a checkpoint.
@@ -229,14 +205,12 @@ class Publisher:
             held=self._model.held,
         )
 
-    def _commit(self, writer: VersionWriter | None, destination: Path, version: int) -> None:
-        """Make the copy the kept one, and remove the one before."""
-        if writer is None:
-            return
+    def _commit(self, writer: VersionWriter, destination: Path) -> None:
+        """Make the version appear, and remove the one before."""
         writer.commit()
-        previous, self._kept = self._kept, (destination, version)
-        if previous is not None and previous[0] != destination:
-            shutil.rmtree(previous[0], ignore_errors=True)
+        previous, self._written = self._written, destination
+        if previous is not None and previous != destination:
+            shutil.rmtree(previous, ignore_errors=True)
 
 
 class _Verification:

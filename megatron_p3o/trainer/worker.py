@@ -16,12 +16,13 @@ from megatron_p3o.parallel.setup import ParallelContext, initialize, shut_down
 from megatron_p3o.preflight import RunInputs, check_run
 from megatron_p3o.rollout import EmbeddedEngine, ReplayRollouts, SampleRecorder
 from megatron_p3o.run_dir import RunDir, replace_text
-from megatron_p3o.trainer.display import ConsoleDisplay, SilentDisplay
+from megatron_p3o.trainer.display import ConsoleDisplay, SilentDisplay, log_lines
 from megatron_p3o.trainer.experience import GeneratedRollouts, RecordedRollouts, RolloutSource
 from megatron_p3o.trainer.loop import Observers, train
 from megatron_p3o.trainer.metrics import JsonlSink, MetricSink, TensorBoardSink
 from megatron_p3o.trainer.policy import Policy
 from megatron_p3o.trainer.report import report
+from megatron_p3o.trainer.serving import cluster_rollouts
 
 _ROLLOUT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -38,7 +39,9 @@ def run_rank(config: RunConfig, *, resume: bool) -> None:
     inputs = check_run(config, resume=resume)
     run_dir = RunDir(Path(config.run.dir))
     with _joined(layout, config) as context, ExitStack() as cleanup:
-        rollouts = _rollout_source(config, inputs, context)
+        if context.rank == 0:
+            cleanup.enter_context(log_lines())
+        rollouts = _rollout_source(config, inputs, context, run_dir)
         cleanup.callback(rollouts.close)
         policy = Policy(config, inputs.architecture, context, inputs.reference_architecture)
         checkpoints = CheckpointStore(run_dir, context, keep=config.checkpoint.keep)
@@ -80,7 +83,7 @@ def _set_threads(config: RunConfig) -> None:
 
 
 def _rollout_source(
-    config: RunConfig, inputs: RunInputs, context: ParallelContext
+    config: RunConfig, inputs: RunInputs, context: ParallelContext, run_dir: RunDir
 ) -> RolloutSource:
     if inputs.prompts is None:
         budget, multiple = config.train.max_tokens_per_microbatch, config.layout.sequence_multiple
@@ -99,6 +102,8 @@ def _rollout_source(
             f"model.path={config.model.path!r} has no tokenizer that can be read ({error}); copy "
             "the model's tokenizer files into it"
         ) from error
+    if config.rollout.engine == "sglang":
+        return cluster_rollouts(config, inputs, context, run_dir, tokenizer)
     engine = EmbeddedEngine(
         Path(config.model.path),
         sampling=config.sampling,

@@ -11,7 +11,7 @@ from megatron_p3o.data import PromptItem, PromptSet
 from megatron_p3o.errors import ConfigurationError, RewardError
 from megatron_p3o.rollout import Generation, GenerationRequest
 from megatron_p3o.trainer.experience import Collected, GeneratedRollouts, batch_metrics, is_flat
-from megatron_p3o.types import Sample, SampleGroup
+from megatron_p3o.types import Sample, SampleGroup, VersionSpan
 
 NUM_PROMPTS = 12
 GROUP_SIZE = 3
@@ -43,7 +43,7 @@ class Engine:
                 response_ids=tuple(map(ord, self._answer(chr(request.prompt_ids[0]), index))),
                 logprobs=(-0.5,) * 2,
                 finish_reason="stop",
-                weight_version=0,
+                version_spans=(VersionSpan(0, 0, 2),),
             )
             for request in requests
             for index in range(request.num_samples)

@@ -269,8 +269,8 @@ def test_new_weights_change_the_samples_and_the_version(
     before = engine.generate(REQUESTS)
     engine.update_weights(other.named_parameters(), version=5)
     after = engine.generate(REQUESTS)
-    assert {g.weight_version for g in before} == {0}
-    assert {g.weight_version for g in after} == {5}
+    assert {g.version_spans[0].version for g in before} == {0}
+    assert {g.version_spans[0].version for g in after} == {5}
     assert responses(after) == responses(engine_for(model_dir, other).generate(REQUESTS))
     assert responses(after) != responses(before)
 
@@ -311,7 +311,7 @@ def test_weights_that_do_not_fit_are_refused_and_stop_generation(
     with pytest.raises(RunError, match="no complete weights"):
         engine.generate(REQUESTS)
     engine.update_weights(model.named_parameters(), version=10)
-    assert {g.weight_version for g in engine.generate(REQUESTS)} == {10}
+    assert {g.version_spans[0].version for g in engine.generate(REQUESTS)} == {10}
 
 
 def test_nothing_is_generated_before_weights(model_dir: Path) -> None:

@@ -8,31 +8,15 @@ router does not pass them on. Checked against SGLang 0.5.23.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
-from typing import Any, Literal
+from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
-from megatron_p3o.errors import RunError
+import httpx
+
+from megatron_p3o.rollout.sglang.errors import CallRefused, ServerTimeout, ServerUnreachable
 
 PauseMode = Literal["abort", "in_place", "retract"]
-_OK = 200
 _SHOWN_CHARACTERS = 300
-
-
-class ControlError(RunError):
-    """A server did not do what it was told; its state is unknown."""
-
-
-class ServerUnreachable(ControlError):
-    """Nobody answers, or the connection broke."""
-
-
-class ServerTimeout(ControlError):
-    """No answer before the deadline."""
-
-
-class CallRefused(ControlError):
-    """The server answered that it did not do it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +29,27 @@ class ServerInfo:
     instance: str
     """The same for as long as the server's process lives, and another one afterwards."""
 
+    @classmethod
+    def from_answer(cls, url: str, content: Mapping[str, Any]) -> Self:
+        """From what `/server_info` answers.
+
+        Raises:
+            CallRefused: it is not that of an SGLang server.
+        """
+        try:
+            return cls(
+                version=str(content["version"]),
+                tensor_parallel_size=int(content["tp_size"]),
+                device=str(content["device"]),
+                # Seconds that the parts of start-up took, to the nanosecond.
+                instance=json.dumps(content["startup_time"], sort_keys=True),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise CallRefused(
+                f"{url}/server_info lacks what this needs to know ({error!r}); is it an SGLang "
+                "server?"
+            ) from error
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorDescription:
@@ -54,6 +59,11 @@ class TensorDescription:
     dtype: str
     """Of torch, without its prefix: `bfloat16`."""
     shape: tuple[int, ...]
+
+
+def bearer(api_key: str | None) -> dict[str, str]:
+    """The header that carries an API key."""
+    return {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
 
 class ServerControl:
@@ -77,9 +87,7 @@ class ServerControl:
         self.url = url.rstrip("/")
         self._call_timeout_s = call_timeout_s
         self._update_timeout_s = update_timeout_s
-        self._headers = {"Content-Type": "application/json"}
-        if api_key is not None:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._headers = bearer(api_key)
 
     @property
     def host(self) -> str:
@@ -94,19 +102,7 @@ class ServerControl:
             CallRefused: the answer is not that of an SGLang server.
         """
         content = self._call("GET", "/server_info", None, self._call_timeout_s)
-        try:
-            return ServerInfo(
-                version=str(content["version"]),
-                tensor_parallel_size=int(content["tp_size"]),
-                device=str(content["device"]),
-                # Seconds that the parts of start-up took, to the nanosecond.
-                instance=json.dumps(content["startup_time"], sort_keys=True),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise CallRefused(
-                f"{self.url}/server_info lacks what this needs to know ({error!r}); "
-                "is it an SGLang server?"
-            ) from error
+        return ServerInfo.from_answer(self.url, content)
 
     def weight_version(self) -> str:
         """As the server was last told."""
@@ -220,34 +216,31 @@ class ServerControl:
         """The JSON answer; {} for a text.
 
         Raises:
-            ControlError: see the module.
+            ServerUnreachable, ServerTimeout, CallRefused: see `errors`.
         """
-        parts = urlsplit(self.url)
-        kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-        connection = kind(self.host, parts.port, timeout=timeout_s)
         where = f"{self.url}{path.partition('?')[0]}"
         try:
-            content = None if body is None else json.dumps(body)
-            connection.request(method, path, content, self._headers)
-            response = connection.getresponse()
-            status, answer = response.status, response.read().decode(errors="replace")
-        except TimeoutError as error:
+            # Weights go to the host that the configuration names and nowhere else: neither to a
+            # proxy of the environment nor where a redirection points.
+            with httpx.Client(trust_env=False, follow_redirects=False, timeout=timeout_s) as client:
+                response = client.request(
+                    method, f"{self.url}{path}", json=body, headers=self._headers
+                )
+        except httpx.TimeoutException as error:
             raise ServerTimeout(f"{where} gave no answer within {timeout_s:g} s") from error
-        except (OSError, HTTPException) as error:
+        except httpx.TransportError as error:
             raise ServerUnreachable(f"{where} cannot be reached: {error!r}") from error
-        finally:
-            connection.close()
-        return _accepted(where, status, answer)
+        return _accepted(where, response)
 
 
-def _accepted(where: str, status: int, answer: str) -> Mapping[str, Any]:
+def _accepted(where: str, response: httpx.Response) -> Mapping[str, Any]:
     try:
-        content = json.loads(answer)
+        content = response.json()
     except ValueError:
         content = {}
     if not isinstance(content, dict):
         content = {}
-    if status != _OK or content.get("success") is False:
-        said = str(content.get("message") or content.get("error") or answer)
-        raise CallRefused(f"{where} answered {status}: {said[:_SHOWN_CHARACTERS]}")
+    if response.status_code != httpx.codes.OK or content.get("success") is False:
+        said = str(content.get("message") or content.get("error") or response.text)
+        raise CallRefused(f"{where} answered {response.status_code}: {said[:_SHOWN_CHARACTERS]}")
     return content

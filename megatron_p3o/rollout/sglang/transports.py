@@ -28,14 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_p3o.errors import ConfigurationError
-from megatron_p3o.rollout.sglang.control import (
-    ControlError,
-    ServerControl,
-    ServerInfo,
-    ServerTimeout,
-    ServerUnreachable,
-    TensorDescription,
-)
+from megatron_p3o.rollout.sglang.control import ServerControl, ServerInfo, TensorDescription
+from megatron_p3o.rollout.sglang.errors import ServerError, ServerTimeout, ServerUnreachable
 from megatron_p3o.rollout.sglang.payload import bucket_payloads
 from megatron_p3o.types import WeightBucket
 
@@ -58,14 +52,14 @@ class BucketTransport(Protocol):
         """Make ready for a server; nothing to do for one that is connected.
 
         Raises:
-            ControlError: the server does not take part.
+            ServerError: the server does not take part.
             ConfigurationError: the transport cannot reach such a server.
         """
         ...
 
     def pack(self, bucket: WeightBucket, target: Target) -> Callable[[bool, str | None], None]:
         """A call that sends the bucket, given whether to flush the server's cache and the version
-        to set; it raises ControlError, and the bucket must stay as it is until it is over."""
+        to set; it raises ServerError, and the bucket must stay as it is until it is over."""
         ...
 
     def forget(self, url: str) -> None:
@@ -82,8 +76,8 @@ class TensorTransport:
         host = target.control.host
         if not _is_this_host(host):
             raise ConfigurationError(
-                f"rollout.transport=tensor shares memory with the server, but {target.control.url} "
-                "is on another host; use distributed or disk"
+                f"rollout.publish.transport=tensor shares memory with the server, but "
+                f"{target.control.url} is on another host; use distributed or disk"
             )
 
     def pack(self, bucket: WeightBucket, target: Target) -> Callable[[bool, str | None], None]:
@@ -203,7 +197,7 @@ class _UpdateGroup:
         self._backend = None
 
     def close(self) -> None:
-        with suppress(ControlError):  # the server is gone, and its half of the group with it
+        with suppress(ServerError):  # the server is gone, and its half of the group with it
             self._control.destroy_update_group(self._name)
         self.abandon()
 
@@ -211,7 +205,7 @@ class _UpdateGroup:
         """Run the control call and its collective; the first failure ends both for the caller.
 
         Raises:
-            ControlError: either failed, or took longer than its deadline.
+            ServerError: either failed, or took longer than its deadline.
         """
         outcomes: Queue[tuple[str, RuntimeError | None]] = Queue()
         for name, function in (("call", call), ("collective", collective)):
@@ -234,9 +228,9 @@ class _UpdateGroup:
                 return
         raise self._failure(errors)
 
-    def _failure(self, errors: dict[str, RuntimeError]) -> ControlError:
+    def _failure(self, errors: dict[str, RuntimeError]) -> ServerError:
         call, collective = errors.get("call"), errors.get("collective")
-        if isinstance(call, ControlError):
+        if isinstance(call, ServerError):
             return call
         if call is not None:
             raise call

@@ -27,15 +27,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TypeVar
+from typing import TypeVar
 
-from megatron_p3o.rollout.sglang.control import CallRefused, ControlError, PauseMode, ServerControl
+from megatron_p3o.config import Interrupt
+from megatron_p3o.rollout.sglang.control import PauseMode, ServerControl
+from megatron_p3o.rollout.sglang.errors import CallRefused, ServerError
 from megatron_p3o.rollout.sglang.transports import BucketTransport, Target
 from megatron_p3o.types import WeightBucket
 
-InterruptMode = Literal["wait", "in_place", "retract", "abort"]
 # With nothing running, any pause will do; this one asks nothing of the requests.
-_PAUSE: Mapping[InterruptMode, PauseMode] = {
+_PAUSE: Mapping[Interrupt, PauseMode] = {
     "wait": "in_place",
     "in_place": "in_place",
     "retract": "retract",
@@ -81,7 +82,7 @@ class WeightUpdate:
         servers: Sequence[ServerControl],
         version: int,
         *,
-        interrupt: InterruptMode,
+        interrupt: Interrupt,
         drain_timeout_s: float,
     ) -> None:
         """
@@ -199,7 +200,7 @@ class WeightUpdate:
             for url, future in futures.items():
                 try:
                     answers[url] = future.result()
-                except ControlError as error:
+                except ServerError as error:
                     self._fail(url, str(error))
         return answers
 
