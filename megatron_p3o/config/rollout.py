@@ -27,7 +27,8 @@ class LaunchSection(Section):
     """Address that servers and router listen on. Anything but a loopback address lets others on
     the network in; set an API key then."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port of the first server; the others follow, the router comes last. 0: free ports."""
+    """Port of the first server; the others follow, then the router's and that of its metrics. 0:
+    free ports."""
     first_gpu: NonNegativeInt | None = None
     """First GPU of the node for servers; None: after those of this node's trainer ranks."""
     router: bool = False

@@ -23,7 +23,6 @@ from megatron_p3o.rollout.sglang import (
     managed_servers,
     read_api_key,
 )
-from megatron_p3o.trainer.serving import max_positions
 
 _LOOK_S = 0.2
 _EVERYWHERE = ("0.0.0.0", "::")
@@ -50,9 +49,9 @@ def serve(config: RunConfig, logs: Path | None) -> None:
     server_set = managed_servers(
         ServerFlags(
             config=config,
+            architecture=architecture,
             device_type="cuda" if torch.cuda.is_available() else "cpu",
             directory=(logs or Path(f"{config.run.dir}.servers")).absolute(),
-            max_positions=max_positions(architecture),
             first_gpu=config.rollout.launch.first_gpu or 0,
             api_key=api_key,
         )

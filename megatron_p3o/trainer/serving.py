@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from megatron_p3o.architecture import ModelArchitecture
 from megatron_p3o.config import RunConfig
 from megatron_p3o.model_files import read_json
 from megatron_p3o.parallel.setup import ParallelContext
@@ -59,9 +58,9 @@ def cluster_rollouts(
             server_set = managed_servers(
                 ServerFlags(
                     config=config,
+                    architecture=inputs.architecture,
                     device_type=context.device.type,
                     directory=run_dir.servers.absolute(),
-                    max_positions=max_positions(inputs.architecture),
                     first_gpu=_first_free_gpu(config, context.device.type),
                     first_step=first_step,
                     api_key=api_key,
@@ -103,11 +102,6 @@ def publish_options(config: RunConfig, run_dir: RunDir) -> PublishOptions:
         timeout_s=publish.timeout_s,
         drain_timeout_s=config.rollout.request_timeout_s,
     )
-
-
-def max_positions(architecture: ModelArchitecture) -> int | None:
-    """None where RoPE is scaled, and servers stretch the positions by rules of their own."""
-    return architecture.max_position_embeddings if architecture.rope_scaling is None else None
 
 
 def _first_free_gpu(config: RunConfig, device_type: str) -> int:

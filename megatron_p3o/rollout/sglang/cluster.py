@@ -35,9 +35,9 @@ def managed_servers(flags: ServerFlags) -> ServerSet:
     Their logs are server_<N>.log and router.log in the flags' directory.
     """
     launch = flags.config.rollout.launch
-    first = launch.port
-    ports = free_ports(launch.host, launch.replicas + 1) if first == 0 else None
-    numbers = ports or list(range(first, first + launch.replicas + 1))
+    first, count = launch.port, launch.replicas + 2
+    ports = free_ports(launch.host, count) if first == 0 else list(range(first, first + count))
+    *numbers, metrics_port = ports
     urls = [f"http://{_client_host(launch.host)}:{port}" for port in numbers]
     servers = tuple(
         Server(
@@ -54,7 +54,7 @@ def managed_servers(flags: ServerFlags) -> ServerSet:
     if launch.router:
         process = ManagedProcess(
             "router",
-            lambda _: flags.router(numbers[-1], tuple(urls[:-1])),
+            lambda _: flags.router(numbers[-1], metrics_port, tuple(urls[:-1])),
             flags.directory / "router.log",
         )
         router = (urls[-1], process)

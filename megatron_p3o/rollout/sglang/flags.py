@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_p3o.architecture import ModelArchitecture
 from megatron_p3o.config import RunConfig
 from megatron_p3o.errors import InputError
 from megatron_p3o.model_files import read_json
@@ -59,12 +60,11 @@ class ServerFlags:
     """Command lines for one run's servers on one node."""
 
     config: RunConfig
+    architecture: ModelArchitecture
     device_type: str
     """cuda or cpu"""
     directory: Path
     """For files that servers read at their start."""
-    max_positions: int | None = None
-    """Tokens that the model's positions reach; a server refuses a longer context."""
     first_gpu: int = 0
     """Of this node, for servers."""
     first_step: int = 0
@@ -115,13 +115,14 @@ class ServerFlags:
             words += ["--config", str(self._key_file())]
         return Command(words=(*words, *launch.args), environment=environment)
 
-    def router(self, port: int, server_urls: tuple[str, ...]) -> Command:
-        """A router in front of this node's servers."""
+    def router(self, port: int, metrics_port: int, server_urls: tuple[str, ...]) -> Command:
+        """A router in front of this node's servers; it also wants a port for its own metrics."""
         words = [
             *(self._python(), "-c", _ROUTER_PROGRAM),
             *("--host", self.config.rollout.launch.host, "--port", str(port)),
             *("--worker-urls", *server_urls, "--policy", "cache_aware"),
-            *("--log-level", "warn", "--prometheus-port", "0"),
+            *("--log-level", "warn"),
+            *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)),
             # Retries, and what counts as a failure, are the client's affair.
             "--disable-retries",
             "--disable-circuit-breaker",
@@ -143,7 +144,9 @@ class ServerFlags:
         """What the longest sample needs, not what the model could do."""
         config = self.config
         needed = config.data.max_prompt_tokens + config.sampling.max_new_tokens + _CONTEXT_SLACK
-        return needed if self.max_positions is None else min(needed, self.max_positions)
+        if self.architecture.rope_scaling is not None:  # servers stretch positions by their rules
+            return needed
+        return min(needed, self.architecture.max_position_embeddings)
 
     def _kv_tokens(self) -> int:
         """A CPU server would otherwise claim a share of the machine's memory."""
