@@ -1,5 +1,6 @@
 # make train   train SmolLM2-135M on single-digit addition with P3O (CPU, two ranks)
 # make test    lint, type-check and run the whole test suite
+# make sglang  SGLang's CPU server in an environment of its own, for examples/sglang_cpu and tests
 #
 # Everything is installed into a virtual environment of this directory; nothing else is touched.
 # Variables: PYTHON=python3.12   TORCH=torch==2.13.0   ARGS="--run.seed 1 --run.dir runs/seed1"
@@ -27,6 +28,10 @@ TORCH ?= $(if $(filter 3.11,$(VERSION)),torch==2.13.0,torch==2.11.0)
 VENV := .venv-$(VERSION)
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# The servers' environment is independent of ours.
+SGLANG_PYTHON ?= $(firstword $(foreach p,python3.11 $(PYTHON),$(if $(call version_of,$p),$p)))
+SGLANG_VENV := .venv-sglang
+SGLANG_READY := $(SGLANG_VENV)/.ready
 MODEL := models/SmolLM2-135M-Instruct
 TINY := models/tiny
 RUN := examples/quickstart/run.yaml
@@ -34,7 +39,7 @@ ARGS ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv model train tiny lint test clean
+.PHONY: help venv model sglang train tiny lint test clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -49,6 +54,15 @@ $(READY): pyproject.toml Makefile
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet $(TORCH)
 	$(BIN)/pip install --quiet --editable '.[dev]'
+	@touch $@
+
+sglang: $(SGLANG_READY)
+	@echo "== $(SGLANG_VENV) is ready"
+
+$(SGLANG_READY): tools/setup_sglang_cpu.sh $(wildcard tools/sglang_cpu/* tools/sglang_cpu/plugin/*)
+	@echo "== virtual environment $(SGLANG_VENV) ($(SGLANG_PYTHON), sglang on the CPU)"
+	rm -rf $(SGLANG_VENV)
+	tools/setup_sglang_cpu.sh $(SGLANG_VENV) $(SGLANG_PYTHON)
 	@touch $@
 
 model: $(MODEL)/config.json
@@ -80,7 +94,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint $(MODEL)/config.json
+test: lint $(MODEL)/config.json $(SGLANG_READY)
 	@echo "== tests"
 	$(BIN)/python -m pytest tests
 

@@ -18,11 +18,11 @@ from megatron_p3o.errors import ConfigurationError
 from megatron_p3o.rollout.sglang import (
     Cluster,
     GenerateOptions,
-    ServerFlags,
     ServerSet,
     managed_servers,
     read_api_key,
 )
+from megatron_p3o.trainer.served_model import server_flags
 
 _LOOK_S = 0.2
 _EVERYWHERE = ("0.0.0.0", "::")
@@ -47,9 +47,9 @@ def serve(config: RunConfig, logs: Path | None) -> None:
     architecture = read_architecture(config.model.path)
     api_key = read_api_key(config)
     server_set = managed_servers(
-        ServerFlags(
-            config=config,
-            architecture=architecture,
+        server_flags(
+            config,
+            architecture,
             device_type="cuda" if torch.cuda.is_available() else "cpu",
             directory=(logs or Path(f"{config.run.dir}.servers")).absolute(),
             first_gpu=config.rollout.launch.first_gpu or 0,

@@ -4,28 +4,24 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from megatron_p3o.config import RunConfig
-from megatron_p3o.model_files import read_json
 from megatron_p3o.parallel.setup import ParallelContext
 from megatron_p3o.preflight import RunInputs
 from megatron_p3o.rollout.sglang import (
     Cluster,
     GenerateOptions,
-    ServerFlags,
     given_servers,
     managed_servers,
     read_api_key,
 )
 from megatron_p3o.run_dir import RunDir, read_trainer_state
 from megatron_p3o.trainer.cluster import ClusterRollouts
-from megatron_p3o.trainer.publish import PublishedModel, Publisher, PublishOptions
-from megatron_p3o.weights.publish import ServedFormat
+from megatron_p3o.trainer.publish import Publisher, PublishOptions
+from megatron_p3o.trainer.served_model import published_model, server_flags
 
 _BYTES_PER_MB = 2**20
-_TRAINER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def cluster_rollouts(
@@ -48,46 +44,31 @@ def cluster_rollouts(
         eos_token_ids=inputs.architecture.eos_token_ids,
         routed_experts=config.model.router_replay,
     )
-    first_step = 0
-    if inputs.resume_from is not None:
-        first_step = read_trainer_state(inputs.resume_from)["step"]
 
     def make_cluster(on_event: Callable[[], None]) -> Cluster:
-        server_set = given_servers(rollout)
-        if not rollout.servers:
-            server_set = managed_servers(
-                ServerFlags(
-                    config=config,
-                    architecture=inputs.architecture,
-                    device_type=context.device.type,
-                    directory=run_dir.servers.absolute(),
-                    first_gpu=_first_free_gpu(config, context.device.type),
-                    first_step=first_step,
-                    api_key=api_key,
-                )
+        if rollout.servers:
+            server_set = given_servers(rollout)
+        else:
+            flags = server_flags(
+                config,
+                inputs.architecture,
+                device_type=context.device.type,
+                directory=run_dir.servers.absolute(),
+                first_gpu=_first_free_gpu(config, context.device.type),
+                first_step=_first_step(inputs),
+                api_key=api_key,
             )
+            server_set = managed_servers(flags)
         return Cluster(server_set, rollout, options, api_key=api_key, on_event=on_event)
 
+    model = published_model(config, inputs.architecture)
     return ClusterRollouts(
         config,
         context,
-        Publisher(context, published_model(config, inputs), publish_options(config, run_dir)),
+        Publisher(context, model, publish_options(config, run_dir)),
         prompts=inputs.prompts,
         tokenizer=tokenizer,
         make_cluster=make_cluster,
-    )
-
-
-def published_model(config: RunConfig, inputs: RunInputs) -> PublishedModel:
-    """What servers of the configured precision are given."""
-    precision = config.precision.rollout
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8-block": None}
-    return PublishedModel(
-        architecture=inputs.architecture,
-        served=ServedFormat(dtype=dtypes[precision], fp8=precision == "fp8-block"),
-        held=_TRAINER_DTYPES[config.precision.trainer],
-        config=read_json(Path(config.model.path), "config.json"),
-        files=Path(config.model.path),
     )
 
 
@@ -109,3 +90,7 @@ def _first_free_gpu(config: RunConfig, device_type: str) -> int:
     if config.rollout.launch.first_gpu is not None:
         return config.rollout.launch.first_gpu
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device_type == "cuda" else 0
+
+
+def _first_step(inputs: RunInputs) -> int:
+    return 0 if inputs.resume_from is None else read_trainer_state(inputs.resume_from)["step"]

@@ -2,79 +2,90 @@
 
 import json
 import os
-import signal
-import socket
-import subprocess
 import time
 import urllib.request
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config
 from transformers import Qwen3ForCausalLM as Qwen3
 
+from megatron_p3o.architecture import read_architecture
+from megatron_p3o.config import RunConfig, parse_config
+from megatron_p3o.rollout.sglang import ServerFlags, managed_servers
+from megatron_p3o.trainer.served_model import server_flags
 from tests.conftest import ROOT
 
 START_TIMEOUT_S = 120.0
 
 
 def server_python() -> Path:
-    """Of the servers' own environment, which tools/setup_sglang_cpu.sh builds."""
-    venv = Path(os.environ.get("P3O_SGLANG_VENV", ROOT / ".venv-sglang"))
-    if not (venv / "bin" / "python").exists():
-        pytest.skip(f"no SGLang in {venv}; tools/setup_sglang_cpu.sh builds it")
-    return venv / "bin" / "python"
+    """Of the servers' own environment, which `make test` builds."""
+    python = Path(os.environ.get("P3O_SGLANG_VENV", ROOT / ".venv-sglang")) / "bin" / "python"
+    assert python.exists(), f"no {python}; make sglang builds it"
+    return python
+
+
+def run_config(model_dir: Path, **sections: dict[str, Any]) -> RunConfig:
+    """Of a run on servers that are started for it; `sections` change fields."""
+    tree: dict[str, dict[str, Any]] = {
+        "run": {"dir": "runs/unused"},
+        "model": {"path": str(model_dir)},
+        "data": {
+            "source": "generator",
+            "generator": "arithmetic",
+            "chat": False,
+            "max_prompt_tokens": 64,
+        },
+        "train": {"steps": 4, "prompts_per_step": 4, "samples_per_prompt": 4},
+        "sampling": {"max_new_tokens": 1900},
+        "rollout": {"engine": "sglang", "concurrency": 16},
+    }
+    for name, fields in sections.items():
+        tree[name] = {**tree.get(name, {}), **fields}
+    launch = {"replicas": 1, "python": str(server_python()), **tree["rollout"].get("launch", {})}
+    tree["rollout"] = {**tree["rollout"], "launch": launch}
+    return parse_config(tree)
+
+
+def flags_of(config: RunConfig, directory: Path, **fields: Any) -> ServerFlags:
+    architecture = read_architecture(config.model.path)
+    return server_flags(config, architecture, device_type="cpu", directory=directory, **fields)
 
 
 class Server:
-    """One server process tree."""
+    """One real server, started as the product starts it."""
 
-    def __init__(self, model_dir: Path, log: Path, *arguments: str, ranks: int = 1) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        words = [
-            *(str(server_python()), "-m", "sglang.launch_server", "--model-path", str(model_dir)),
-            *("--host", "127.0.0.1", "--port", str(self.port), "--device", "cpu"),
-            *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
-            *("--grammar-backend", "none", "--disable-cuda-graph", "--skip-server-warmup"),
-            *("--skip-tokenizer-init", "--max-total-tokens", "8192", "--dtype", "float32"),
-            *arguments,
-        ]
-        environment = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
-        environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(ranks)))
-        environment.pop("PYTHONPATH", None)
-        with log.open("wb") as stream:
-            self._process = subprocess.Popen(
-                words,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                env=environment,
-                start_new_session=True,
-            )
-        self._log = log
+    def __init__(
+        self, model_dir: Path, directory: Path, *, ranks: int = 1, precision: str = "fp32"
+    ) -> None:
+        config = run_config(
+            model_dir,
+            rollout={"engine": "sglang", "launch": {"tensor_parallel_size": ranks}},
+            precision={"rollout": precision},
+        )
+        (server,) = managed_servers(flags_of(config, directory)).servers
+        assert server.process is not None
+        self.url = server.url
+        self.process = server.process
+        self.process.start()
 
     def wait(self) -> "Server":
         """Until it answers."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
-            assert self._process.poll() is None, self._log.read_text()[-3000:]
+            assert self.process.exit_status() is None, self.process.log.read_text()[-3000:]
             try:
                 with urllib.request.urlopen(f"{self.url}/health", timeout=5):
                     return self
             except OSError:
                 time.sleep(0.3)
-        raise AssertionError(f"the server did not start: {self._log.read_text()[-3000:]}")
+        raise AssertionError(f"no server: {self.process.log.read_text()[-3000:]}")
 
     def kill(self) -> None:
         """End it and its children, as a lost machine would."""
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait(30)
+        self.process.kill()
 
     def generate(self, prompt: list[int], max_new_tokens: int) -> dict[str, Any]:
         body = {

@@ -128,7 +128,7 @@ def test_unknown_fields_are_refused_by_their_full_name(field: str, value: Any) -
         ("data.reward.max_failure_fraction", 1.5, "less than or equal to 1"),
         ("objective.cap", "clip", "'ess', 'none' or 'constant'"),
         ("precision.trainer", "fp8", "'fp32' or 'bf16'"),
-        ("rollout.max_staleness", 1, "less than or equal to 0"),
+        ("rollout.max_staleness", -1, "greater than or equal to 0"),
     ],
 )
 def test_wrong_values_are_refused_with_field_value_and_rule(
@@ -236,6 +236,30 @@ def test_wrong_values_are_refused_with_field_value_and_rule(
         (
             {"rollout.replay_path": "s.jsonl"},
             ["rollout.replay_path='s.jsonl'", "rollout.engine=replay", "embedded"],
+        ),
+        ({"rollout.max_staleness": 1}, ["rollout.max_staleness=1", "sglang", "got embedded"]),
+        ({"rollout.engine": "sglang"}, ["has no servers", "rollout.launch.replicas"]),
+        (
+            {"rollout.servers": ["http://a:1", "http://a:1/"]},
+            ["rollout.servers=['http://a:1', 'http://a:1/']", "twice"],
+        ),
+        ({"rollout.servers": ["a:30000"]}, ["rollout.servers='a:30000'", "http://host:port"]),
+        ({"rollout.servers": ["http://a"]}, ["'http://a' names no port", "http://host:port"]),
+        ({"rollout.servers": ["http://a:x"]}, ["'http://a:x' has no valid port"]),
+        ({"rollout.servers": ["http://a:1/v1"]}, ["'http://a:1/v1' has a path"]),
+        (
+            {"rollout.servers": ["http://key@a:1"]},
+            ["carries more than a host and a port", "rollout.api_key_env"],
+        ),
+        ({"rollout.router": "http://a:1"}, ["rollout.router='http://a:1'", "rollout.servers"]),
+        (
+            {"rollout.api_key_env": "A", "rollout.api_key_file": "b"},
+            ["rollout.api_key_env='A'", "rollout.api_key_file='b'", "keep one"],
+        ),
+        ({"precision.rollout": "fp8-block"}, ["precision.rollout=fp8-block", "got embedded"]),
+        (
+            {"precision.rollout_kv_cache": "fp8_e4m3"},
+            ["precision.rollout_kv_cache=fp8_e4m3", "rollout.engine=sglang"],
         ),
         (
             {"objective": {"name": "p3o", "cap": "constant"}},

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,24 +16,18 @@ from typing import Any
 from megatron_p3o.architecture import ModelArchitecture
 from megatron_p3o.config import RunConfig
 from megatron_p3o.errors import InputError
-from megatron_p3o.model_files import read_json
 from megatron_p3o.rollout.sglang.client import UNPUBLISHED
 
 # Of the plugin and the backends that serve without CUDA.
 _CPU_WORDS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--grammar-backend", "none", "--disable-cuda-graph", "--skip-server-warmup"),
+    "--sleep-on-idle",  # leave the cores to others that share them
 )
 _CPU_KV_TOKENS_PER_REQUEST_LIMIT = 65536
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp8-block": "bfloat16"}
 # A sequence may not fill the context to its last token.
 _CONTEXT_SLACK = 8
-_FP8_CONFIG = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "activation_scheme": "dynamic",
-    "weight_block_size": [128, 128],
-}
 _RANK_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "GROUP_", "ROLE_", "P3O_")
 _RANK_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -65,6 +60,9 @@ class ServerFlags:
     """cuda or cpu"""
     directory: Path
     """For files that servers read at their start."""
+    model_config: Mapping[str, Any] | None = None
+    """config.json of the model in the numbers that it is served in, where these are not those of
+    the model directory; the weights then come with the first publication."""
     first_gpu: int = 0
     """Of this node, for servers."""
     first_step: int = 0
@@ -77,9 +75,6 @@ class ServerFlags:
             replica: 0-based number of the server on this node.
             port: that it listens on.
             num_starts: of this server before this one.
-
-        Raises:
-            InputError: the model directory cannot be read.
         """
         config, launch = self.config, self.config.rollout.launch
         size = launch.tensor_parallel_size
@@ -159,14 +154,12 @@ class ServerFlags:
         return zlib.crc32(text.encode()) % 2**31
 
     def _model(self) -> tuple[str, tuple[str, ...]]:
-        if self.config.precision.rollout != "fp8-block":
+        if self.model_config is None:
             return self.config.model.path, ()
-        directory = self.directory / "model-fp8"
+        directory = self.directory / "model"
         directory.mkdir(parents=True, exist_ok=True)
-        content: dict[str, Any] = read_json(Path(self.config.model.path), "config.json")
-        content["quantization_config"] = _FP8_CONFIG
-        (directory / "config.json").write_text(json.dumps(content, indent=2), encoding="utf-8")
-        # The weights come with the first publication.
+        text = json.dumps(self.model_config, indent=2)
+        (directory / "config.json").write_text(text, encoding="utf-8")
         return str(directory), ("--load-format", "dummy")
 
     def _key_file(self) -> Path:

@@ -2,7 +2,7 @@
 
 from megatron_p3o.weights.publish.buckets import fill_buckets
 from megatron_p3o.weights.publish.checksums import ChecksumReport, ServerChecksums
-from megatron_p3o.weights.publish.directory import VersionWriter
+from megatron_p3o.weights.publish.directory import VersionWriter, served_config
 from megatron_p3o.weights.publish.served import ServedFormat, served_tensors
 
 __all__ = [
@@ -11,5 +11,6 @@ __all__ = [
     "ServerChecksums",
     "VersionWriter",
     "fill_buckets",
+    "served_config",
     "served_tensors",
 ]

@@ -11,16 +11,27 @@ import torch
 from torch import Tensor
 
 from megatron_p3o.architecture import ModelArchitecture
-from megatron_p3o.weights.families import param_rows
+from megatron_p3o.weights.families import ParamRow, param_rows
 from megatron_p3o.weights.publish.served import FP8, ServedFormat
 from megatron_p3o.weights.resharding.files import sync_directory
-from megatron_p3o.weights.resharding.hf_sink import HfSink
+from megatron_p3o.weights.resharding.hf_sink import HfSink, adapted_config
 from megatron_p3o.weights.resharding.hf_source import SCALE_SUFFIX
 from megatron_p3o.weights.resharding.values import BlockQuantized, HfTensor, RowValue
 
 _MAX_SHARD_BYTES = 5_000_000_000
 # Megatron's choice for the rows that keep their dtype: biases of the router.
 _KEPT_DTYPE = torch.float32
+
+
+def served_config(
+    architecture: ModelArchitecture,
+    served: ServedFormat,
+    config: Mapping[str, Any],
+    held: torch.dtype,
+) -> dict[str, Any]:
+    """The config.json of the model as it is served; for the arguments see `VersionWriter`."""
+    rows = param_rows(architecture)
+    return adapted_config(config, rows, _dtypes(rows, served, held))
 
 
 class VersionWriter:
@@ -57,10 +68,7 @@ class VersionWriter:
                 comes.
         """
         rows = param_rows(architecture)
-        dtypes = {
-            row.megatron: served.row_dtype(row, _KEPT_DTYPE if row.keep_dtype else held)
-            for row in rows
-        }
+        dtypes = _dtypes(rows, served, held)
         self._destination = destination
         self._sink = HfSink(dtypes, rows, config, files, max_shard_bytes=_MAX_SHARD_BYTES)
         self._rows = iter(rows)
@@ -122,3 +130,11 @@ class VersionWriter:
         sync_directory(self._partial)
         self._partial.rename(self._destination)
         self._partial = None
+
+
+def _dtypes(
+    rows: tuple[ParamRow, ...], served: ServedFormat, held: torch.dtype
+) -> dict[str, torch.dtype]:
+    return {
+        row.megatron: served.row_dtype(row, _KEPT_DTYPE if row.keep_dtype else held) for row in rows
+    }

@@ -69,12 +69,11 @@ class HfSink:
             files: where tokenizer and generation files are copied from.
             max_shard_bytes: greatest size of one file, unless a single tensor is larger.
         """
-        self._config = dict(config)
+        self._config = adapted_config(config, rows, dtypes)
         self._files = files
         self._shards = [_Shard()]
         for row in rows:
             self._plan(row, dtypes[row.megatron], max_shard_bytes)
-        self._adapt_config(rows, dtypes)
         self._slots: dict[str, TensorSlot] = {}
         self._outputs: list[OutputFile] = []
         self._stack = ExitStack()
@@ -133,24 +132,6 @@ class HfSink:
             for entry in planned:
                 self._shards[-1].add(*entry)
 
-    def _adapt_config(self, rows: tuple[ParamRow, ...], dtypes: Mapping[str, torch.dtype]) -> None:
-        plain = {dtype for dtype in dtypes.values() if dtype is not torch.float8_e4m3fn}
-        matrices = {dtypes[row.megatron] for row in rows if len(row.hf) and row.fp8} & plain
-        # The one dtype of all tensors, or of the linear layers beside norms kept in another.
-        chosen = plain if len(plain) == 1 else matrices
-        if len(chosen) == 1:
-            key = "torch_dtype" if "torch_dtype" in self._config else "dtype"
-            self._config[key] = str(next(iter(chosen))).removeprefix("torch.")
-        stored = self._config.pop("quantization_config", None)
-        if torch.float8_e4m3fn in dtypes.values():
-            self._config["quantization_config"] = stored or {
-                "activation_scheme": "dynamic",
-                "fmt": "e4m3",
-                "quant_method": "fp8",
-                "weight_block_size": list(BLOCK),
-                "modules_to_not_convert": _kept_modules(rows, dtypes),
-            }
-
     def _open_shard(self, path: Path, shard: _Shard) -> None:
         header = shard.header()
         output = self._stack.enter_context(OutputFile(path, len(header) + shard.nbytes))
@@ -161,6 +142,36 @@ class HfSink:
                 dtype, shape = shard.tensors[name]
                 offset = len(header) + entry["data_offsets"][0]
                 self._slots[name] = TensorSlot(output, offset, shape, dtype)
+
+
+def adapted_config(
+    config: Mapping[str, Any], rows: tuple[ParamRow, ...], dtypes: Mapping[str, torch.dtype]
+) -> dict[str, Any]:
+    """A config.json that says in which numbers the weights are.
+
+    Args:
+        config: of the model; a quantization_config of its own is kept where FP8 remains.
+        rows: the model's table.
+        dtypes: of every row by its Megatron name; float8_e4m3fn means FP8 blocks.
+    """
+    adapted = dict(config)
+    plain = {dtype for dtype in dtypes.values() if dtype is not torch.float8_e4m3fn}
+    matrices = {dtypes[row.megatron] for row in rows if len(row.hf) and row.fp8} & plain
+    # The one dtype of all tensors, or of the linear layers beside norms kept in another.
+    chosen = plain if len(plain) == 1 else matrices
+    if len(chosen) == 1:
+        key = "torch_dtype" if "torch_dtype" in adapted else "dtype"
+        adapted[key] = str(next(iter(chosen))).removeprefix("torch.")
+    stored = adapted.pop("quantization_config", None)
+    if torch.float8_e4m3fn in dtypes.values():
+        adapted["quantization_config"] = stored or {
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "quant_method": "fp8",
+            "weight_block_size": list(BLOCK),
+            "modules_to_not_convert": _kept_modules(rows, dtypes),
+        }
+    return adapted
 
 
 def carry_files(source: Path, destination: Path) -> None:
