@@ -28,7 +28,7 @@ class Proxy:
         self._session = aiohttp.ClientSession()
         app = web.Application(client_max_size=2**30)
         app.router.add_route("*", "/{path:.*}", self._pass_on)
-        self._runner = web.AppRunner(app)
+        self._runner = web.AppRunner(app, shutdown_timeout=1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()

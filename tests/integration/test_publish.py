@@ -77,7 +77,7 @@ def test_a_server_computes_with_the_published_weights(
         assert report.verified
         assert report.nbytes == sum(t.nbytes for t in load_weights(llama_models[which]).values())
         assert control(server).weight_version() == str(version)
-        assert logprob_gap(server, llama_models[which], PROMPT) < 1e-5
+        assert logprob_gap(server, llama_models[which], PROMPT) < 5e-5
         assert logprob_gap(server, llama_models[1 - which], PROMPT) > 1e-2
     publish.close()
     assert [path.name for path in tmp_path.iterdir()] == ["version_2"] * (transport == "disk")
@@ -110,7 +110,7 @@ def test_running_requests_span_the_versions(
         assert (tokens < length) == (interrupt == "abort")
     if interrupt == "in_place":
         control(server).flush_cache()  # of the old weights' prompt
-    assert logprob_gap(server, llama_models[1], PROMPT) < 1e-5
+    assert logprob_gap(server, llama_models[1], PROMPT) < 5e-5
 
 
 def test_an_update_refused_half_way_is_reported_and_can_be_repeated(
@@ -136,7 +136,7 @@ def test_an_update_refused_half_way_is_reported_and_can_be_repeated(
     # Another publication makes it whole, though the session of this one is still open.
     report = publish.publish(trained(llama_models[1]), 22, [control(server)])
     assert report.is_complete, report.failed
-    assert logprob_gap(server, llama_models[1], PROMPT) < 1e-5
+    assert logprob_gap(server, llama_models[1], PROMPT) < 5e-5
     publish.close()
 
 
@@ -181,7 +181,7 @@ def test_a_dead_server_leaves_the_others_and_comes_back_with_two_ranks(
         assert time.monotonic() - started < 30
         assert report.acknowledged == (server.url,)
         assert [failed.url for failed in report.failed] == [second.url]
-        assert logprob_gap(server, llama_models[1], PROMPT) < 1e-5
+        assert logprob_gap(server, llama_models[1], PROMPT) < 5e-5
     finally:
         second.kill()
     third = Server(llama_models[0], tmp_path / "third", ranks=2)
@@ -191,7 +191,7 @@ def test_a_dead_server_leaves_the_others_and_comes_back_with_two_ranks(
         report = publish.publish(trained(llama_models[1]), 31, [control(third)])
         assert report.verified
         assert control(third).weight_version() == "31"
-        assert logprob_gap(third, llama_models[1], PROMPT) < 1e-5
+        assert logprob_gap(third, llama_models[1], PROMPT) < 5e-5
         version = 31
         for transport in ("distributed", "tensor"):
             fresh = publisher(llama_models[0], tmp_path / transport, transport=transport)
@@ -202,7 +202,7 @@ def test_a_dead_server_leaves_the_others_and_comes_back_with_two_ranks(
                 )
                 assert report.is_complete, report.failed
                 assert report.verified
-                assert logprob_gap(third, llama_models[which], PROMPT) < 1e-5
+                assert logprob_gap(third, llama_models[which], PROMPT) < 5e-5
             fresh.close()
         publish.close()
     finally:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import aiohttp
 
 from megatron_p3o.config import SamplingSection
-from megatron_p3o.rollout.sglang.control import ServerInfo, bearer
+from megatron_p3o.rollout.sglang.control import KEEPALIVE_S, ServerInfo, bearer
 from megatron_p3o.rollout.sglang.errors import (
     BadReply,
     CallRefused,
@@ -31,8 +31,6 @@ from megatron_p3o.types import VersionSpan
 UNPUBLISHED = "unpublished"
 """Weight version of a server that was started and has not been given weights yet."""
 _CONNECT_TIMEOUT_S = 10.0
-# Servers close idle connections after 5 s (uvicorn); one that is closing must not be used again.
-_KEEPALIVE_S = 2.0
 # Rounding can lift the log-prob of a certain token above 0 by this much.
 _LOGPROB_SLACK = 1e-3
 _SHOWN_CHARACTERS = 300
@@ -97,7 +95,7 @@ class GenerateClient:
         self._options = options
         self._session = aiohttp.ClientSession(
             # The dispatcher bounds what is in flight.
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
             # Deadlines are the caller's, which may change them on the way.
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
             headers=bearer(api_key),

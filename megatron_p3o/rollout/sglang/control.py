@@ -16,6 +16,8 @@ import httpx
 from megatron_p3o.rollout.sglang.errors import CallRefused, ServerTimeout, ServerUnreachable
 
 PauseMode = Literal["abort", "in_place", "retract"]
+# Servers close idle connections after 5 s (uvicorn); one that is closing must not be used again.
+KEEPALIVE_S = 2.0
 _SHOWN_CHARACTERS = 300
 
 
@@ -87,7 +89,14 @@ class ServerControl:
         self.url = url.rstrip("/")
         self._call_timeout_s = call_timeout_s
         self._update_timeout_s = update_timeout_s
-        self._headers = bearer(api_key)
+        # Weights go to the host that the configuration names and nowhere else: neither to a proxy
+        # of the environment nor where a redirection points.
+        self._client = httpx.Client(
+            headers=bearer(api_key),
+            trust_env=False,
+            follow_redirects=False,
+            limits=httpx.Limits(keepalive_expiry=KEEPALIVE_S),
+        )
 
     @property
     def host(self) -> str:
@@ -220,12 +229,9 @@ class ServerControl:
         """
         where = f"{self.url}{path.partition('?')[0]}"
         try:
-            # Weights go to the host that the configuration names and nowhere else: neither to a
-            # proxy of the environment nor where a redirection points.
-            with httpx.Client(trust_env=False, follow_redirects=False, timeout=timeout_s) as client:
-                response = client.request(
-                    method, f"{self.url}{path}", json=body, headers=self._headers
-                )
+            response = self._client.request(
+                method, f"{self.url}{path}", json=body, timeout=timeout_s
+            )
         except httpx.TimeoutException as error:
             raise ServerTimeout(f"{where} gave no answer within {timeout_s:g} s") from error
         except httpx.TransportError as error:
