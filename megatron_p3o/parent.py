@@ -14,7 +14,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import IO
 
+SECRET_VARIABLE = "P3O_SECRET"
+"""Environment variable with a word that a guarded command must not leave in its output."""
 _POLL_S = 0.2
 # Between asking and ending by force.
 _GRACE_S = 5.0
@@ -50,7 +53,14 @@ def guard(parent_pid: int, words: list[str]) -> int:
     asked_to_end = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: asked_to_end.set())
     signal.signal(signal.SIGINT, lambda *_: asked_to_end.set())
-    child = subprocess.Popen(words, preexec_fn=_death_signal())
+    secret = os.environ.get(SECRET_VARIABLE)
+    output = subprocess.PIPE if secret else None
+    child = subprocess.Popen(words, preexec_fn=_death_signal(), stdout=output, stderr=output)
+    for stream, target in ((child.stdout, 1), (child.stderr, 2)):
+        if stream is not None and secret:
+            copy = threading.Thread(target=_copy, args=(stream, target, secret.encode()))
+            copy.daemon = True
+            copy.start()
     while child.poll() is None:
         if asked_to_end.wait(_POLL_S) or os.getppid() != parent_pid:
             child.terminate()
@@ -59,8 +69,17 @@ def guard(parent_pid: int, words: list[str]) -> int:
             _end_group()
             return 128 + signal.SIGTERM
     _end_group()
+    for thread in threading.enumerate():
+        if thread.daemon:
+            thread.join(_GRACE_S)  # the rest of its output
     code = child.returncode
     return code if code >= 0 else 128 - code
+
+
+def _copy(source: IO[bytes], target: int, secret: bytes) -> None:
+    """Lines from a stream to a file descriptor, with the secret blotted out."""
+    for line in source:
+        os.write(target, line.replace(secret, b"***"))
 
 
 def _death_signal() -> Callable[[], None] | None:

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import stat
 import subprocess
 import sys
 import time
@@ -146,14 +145,35 @@ def test_servers_are_no_ranks_of_the_trainer(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_key_is_on_no_command_line_and_in_no_readable_file(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    key = "s3cr3t-key"
+    key = "s3cr3t"
     made = flags(run_config(tiny_model_dir), tmp_path, api_key=key)
     server, router = made.server(0, 31000, 0), made.router(31002, 31003, ("http://h:31000",))
-    assert key not in " ".join([*server.words, *router.words])
-    file = Path(options(server)["--config"])
-    assert json.loads(file.read_text()) == {"api-key": key}
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert router.environment["P3O_ROUTER_API_KEY"] == key
+    for command in (server, router):
+        assert key not in " ".join(command.words)
+        assert command.environment["P3O_SECRET"] == key
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_guarded_command_gets_its_key_and_leaves_it_in_no_output(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "shows.py").write_text(
+        "import os, sys; print(sys.argv[1:], __name__, os.environ.get('P3O_SECRET'));"
+        "print(sys.argv[-1], file=sys.stderr)"
+    )
+    made = flags(run_config(tiny_model_dir), tmp_path, api_key="s3cr3t")
+    words = [*made._module("shows"), "--port", "7"]
+    result = subprocess.run(
+        guard_words(words),
+        cwd=tmp_path,
+        env={**os.environ, "P3O_SECRET": "s3cr3t"},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+    assert result.stdout == "['--port', '7', '--api-key', '***'] __main__ None\n"
+    assert result.stderr == "***\n"
 
 
 def test_keys_are_read_from_the_environment_or_a_file(

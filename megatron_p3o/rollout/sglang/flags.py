@@ -16,6 +16,7 @@ from typing import Any
 from megatron_p3o.architecture import ModelArchitecture
 from megatron_p3o.config import RunConfig
 from megatron_p3o.errors import InputError
+from megatron_p3o.parent import SECRET_VARIABLE
 from megatron_p3o.rollout.sglang.client import UNPUBLISHED
 
 # Of the plugin and the backends that serve without CUDA.
@@ -33,11 +34,12 @@ _RANK_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("OMP_NUM_THREADS", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"),
 )
-# The router takes its key on the command line alone, where every user of the machine can read it.
-_ROUTER_PROGRAM = (
-    "import os, sys; from sglang_router.launch_router import main; "
-    "key = os.environ.pop('P3O_ROUTER_API_KEY', None); "
-    "sys.argv[1:1] = ['--api-key', key] if key else []; main()"
+# Servers and router take their key on the command line alone, where every user of the machine can
+# read it, so it is added inside the process. `-c` leaves the module the main one, as `-m` does.
+_WITH_KEY = (
+    "import os, runpy, sys; module, *words = sys.argv[1:]; "
+    f"sys.argv[1:] = [*words, '--api-key', os.environ.pop({SECRET_VARIABLE!r})]; "
+    "runpy.run_module(module, run_name='__main__', alter_sys=True)"
 )
 
 
@@ -80,7 +82,8 @@ class ServerFlags:
         size = launch.tensor_parallel_size
         model_dir, load_words = self._model()
         words = [
-            *(self._python(), "-m", "sglang.launch_server", "--model-path", model_dir, *load_words),
+            *self._module("sglang.launch_server"),
+            *("--model-path", model_dir, *load_words),
             *("--host", launch.host, "--port", str(port)),
             *("--tensor-parallel-size", str(size), "--dtype", self._dtype()),
             *("--context-length", str(self._context_length())),
@@ -94,7 +97,7 @@ class ServerFlags:
             words.append("--disable-radix-cache")
         if config.model.router_replay:
             words.append("--enable-return-routed-experts")
-        environment = own_environment()
+        environment = self._environment()
         if self.device_type == "cpu":
             cores = range(replica * size, (replica + 1) * size)
             bound = "|".join(str(core % (os.cpu_count() or 1)) for core in cores)
@@ -106,14 +109,12 @@ class ServerFlags:
             words += [*_CPU_WORDS, "--max-total-tokens", str(self._kv_tokens())]
         else:
             words += ["--base-gpu-id", str(self.first_gpu + replica * size)]
-        if self.api_key is not None:
-            words += ["--config", str(self._key_file())]
         return Command(words=(*words, *launch.args), environment=environment)
 
     def router(self, port: int, metrics_port: int, server_urls: tuple[str, ...]) -> Command:
         """A router in front of this node's servers; it also wants a port for its own metrics."""
         words = [
-            *(self._python(), "-c", _ROUTER_PROGRAM),
+            *self._module("sglang_router.launch_router"),
             *("--host", self.config.rollout.launch.host, "--port", str(port)),
             *("--worker-urls", *server_urls, "--policy", "cache_aware"),
             *("--log-level", "warn"),
@@ -122,13 +123,15 @@ class ServerFlags:
             "--disable-retries",
             "--disable-circuit-breaker",
         ]
-        environment = own_environment()
-        if self.api_key is not None:
-            environment["P3O_ROUTER_API_KEY"] = self.api_key
-        return Command(words=tuple(words), environment=environment)
+        return Command(words=tuple(words), environment=self._environment())
 
-    def _python(self) -> str:
-        return self.config.rollout.launch.python or sys.executable
+    def _module(self, name: str) -> tuple[str, ...]:
+        python = self.config.rollout.launch.python or sys.executable
+        return (python, "-m", name) if self.api_key is None else (python, "-c", _WITH_KEY, name)
+
+    def _environment(self) -> dict[str, str]:
+        key = {} if self.api_key is None else {SECRET_VARIABLE: self.api_key}
+        return own_environment() | key
 
     def _dtype(self) -> str:
         # bf16 arithmetic is slow on CPUs, and FP8 is emulated in fp32 there.
@@ -161,15 +164,6 @@ class ServerFlags:
         text = json.dumps(self.model_config, indent=2)
         (directory / "config.json").write_text(text, encoding="utf-8")
         return str(directory), ("--load-format", "dummy")
-
-    def _key_file(self) -> Path:
-        """Where SGLang reads the key from: command lines can be read by every user."""
-        path = self.directory / ".api-key.yaml"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch(mode=0o600)
-        path.chmod(0o600)
-        path.write_text(json.dumps({"api-key": self.api_key}), encoding="utf-8")
-        return path
 
 
 def own_environment() -> dict[str, str]:

@@ -166,7 +166,11 @@ class Fleet:
     def note_failure(self, place: Place, url: str, error: ServerError) -> None:
         """A request failed there; decides whether the server stays in."""
         self.num_failures += 1
-        _log.warning("a sample failed and is tried again: %s", describe(error))
+        place.num_failures += 1
+        # One line for what happened to a server, not one for each of its samples.
+        is_known = place.num_failures > 1 or place.server.health is not Health.UP
+        level = logging.DEBUG if is_known else logging.WARNING
+        _log.log(level, "samples fail and are tried again: %s", describe(error))
         if url == self._router:
             self._router_is_up = False
             return
@@ -174,7 +178,6 @@ class Fleet:
             place.version = None
             self._changed(place.server)
             return
-        place.num_failures += 1
         if isinstance(error, ServerUnreachable):
             place.server.suspect()
         elif place.num_failures >= _MAX_FAILURES and place.server.health is Health.UP:

@@ -8,14 +8,20 @@ import contextlib
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
+
+import psutil
 
 from megatron_p3o.parent import guard_words
 from megatron_p3o.rollout.sglang.flags import Command
 
 # Until the guard has asked, waited and ended its group by force.
 _STOP_TIMEOUT_S = 10.0
+# Killed processes take a moment to give back what they hold.
+_DEATH_TIMEOUT_S = 10.0
+_POLL_S = 0.05
 _SHOWN_BYTES = 2000
 
 
@@ -92,4 +98,16 @@ class ManagedProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        deadline = time.monotonic() + _DEATH_TIMEOUT_S
+        while _is_alive(self._process.pid) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
         self._is_killed = True  # the group's number may be another's from here on
+
+
+def _is_alive(group: int) -> bool:
+    """Whether a process group has members that still hold memory and ports."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                return True
+    return False

@@ -59,6 +59,8 @@ class Server:
     silent_since: float | None = None
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     """Set to have it looked at at once."""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while its state is decided."""
 
     def suspect(self) -> None:
         """Take it out until it answers a probe."""
@@ -119,7 +121,8 @@ class Supervisor:
         `server.wake`; produces its health, and a new process where the old one is lost."""
         while server.health is not Health.GIVEN_UP and self.fatal is None:
             before = (server.health, server.incarnation)
-            await self._look_at(server)
+            async with server.lock:
+                await self._look_at(server)
             if before != (server.health, server.incarnation) or self.fatal is not None:
                 self._on_change(server)
             is_calm = server.health in (Health.UP, Health.DOWN)
@@ -233,7 +236,10 @@ class Supervisor:
         if server.process is None:
             _log.warning("server %s %s; it is out until it takes weights again", server.url, reason)
             return
-        await self._lost(server, reason)
+        async with server.lock:
+            if server.health is Health.STARTING:  # it has been lost and restarted meanwhile
+                return
+            await self._lost(server, reason)
         self._on_change(server)
 
 
