@@ -138,7 +138,7 @@ class _Sums:
         parts = _log_ratios(microbatch, score)
         total, _, mismatch = parts
         self.ratios[index] = torch.stack([EssSums.from_log_ratios(p).to_tensor() for p in parts])
-        lags = _of_tokens(microbatch, [min(max(s.lag, 0), _MAX_LAG) for s in microbatch.samples])
+        lags = _token_lags(microbatch).clamp(0, _MAX_LAG)
         self.lags.add_(EssSums.by_group(mismatch, lags, _MAX_LAG + 1).cpu())
         self.histogram.add_(ratio_counts(total).cpu())
         self.tokens.add_(_token_sums(total, mismatch, score))
@@ -189,6 +189,18 @@ def _of_tokens(microbatch: Microbatch, of_samples: Sequence[int]) -> Tensor:
     """`[T]` int64: every token gets its sample's value."""
     values = torch.tensor(of_samples, dtype=torch.int64, device=microbatch.token_samples.device)
     return values[microbatch.token_samples]
+
+
+def _token_lags(microbatch: Microbatch) -> Tensor:
+    """`[T]` int64: weight versions between each token's sampling and the first use of its batch."""
+    lags = _of_tokens(microbatch, [scored.lag for scored in microbatch.samples])
+    for index, scored in enumerate(microbatch.samples):
+        oldest = scored.sample.weight_version_min
+        for span in scored.sample.version_spans:
+            positions = microbatch.token_positions
+            is_inside = (positions >= span.start) & (positions < span.stop)
+            lags -= (span.version - oldest) * (is_inside & (microbatch.token_samples == index))
+    return lags
 
 
 def _token_sums(total: Tensor, mismatch: Tensor, score: MicrobatchScore) -> Tensor:

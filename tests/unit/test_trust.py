@@ -19,7 +19,7 @@ from megatron_p3o.parallel.batching import Microbatch, collate
 from megatron_p3o.parallel.context import SequenceShard
 from megatron_p3o.parallel.step import MicrobatchScore
 from megatron_p3o.trainer.trust import StepTrust, measure_trust
-from megatron_p3o.types import Sample, ScoredSample
+from megatron_p3o.types import Sample, ScoredSample, VersionSpan
 
 CPU = torch.device("cpu")
 WHOLE = SequenceShard(rank=0, size=1, multiple=1)
@@ -108,6 +108,32 @@ def measure(ranks: Sequence[Sequence[tuple[Microbatch, MicrobatchScore]]]) -> li
 
     with ThreadPoolExecutor(len(ranks)) as pool:
         return list(pool.map(run, range(len(ranks))))
+
+
+def test_tokens_of_a_sample_that_spans_versions_count_by_their_own_lag() -> None:
+    sample = Sample(
+        prompt_id="0",
+        sample_index=0,
+        prompt_ids=(1, 2),
+        response_ids=(4, 5, 6, 7, 8),
+        rollout_logprobs=(-1.0, -0.5, -2.0, -0.7, -0.9),
+        finish_reason="stop",
+        weight_version_min=4,
+        weight_version_max=5,
+        version_spans=(VersionSpan(4, 0, 2), VersionSpan(5, 2, 5)),
+    )
+    batch = collate([ScoredSample(sample=sample, advantage=1.0, lag=1)], CPU, WHOLE, packed=False)
+    gaps = torch.tensor([0.5, -0.5, 0.1, 0.3, -0.2])
+    score = MicrobatchScore(logprobs=batch.rollout_logprobs + gaps, entropy=torch.zeros(5))
+    (trust,) = measure([[(batch, score)]])
+    ratios = gaps.double().exp().numpy()
+
+    def ess(w: np.ndarray) -> float:
+        return w.sum() ** 2 / (len(w) * (w**2).sum())
+
+    assert trust.metrics["ess/lag_1"].value == pytest.approx(ess(ratios[:2]), rel=1e-6)
+    assert trust.metrics["ess/lag_0"].value == pytest.approx(ess(ratios[2:]), rel=1e-6)
+    assert "ess/lag_2" not in trust.metrics
 
 
 def test_metrics_are_those_of_the_formulas() -> None:
