@@ -33,7 +33,7 @@ class ModelSection(Section):
     router_replay: bool = False
     """Send every token to the experts that the rollout engine's router chose, so that trainer and
     rollout compute with the same experts; their weights still come from the trainer's router. The
-    engine must report its choices (`embedded` does), or the recording hold them."""
+    engine must report its choices (`embedded` and `sglang` do), or the recording hold them."""
 
 
 class RewardSection(Section):

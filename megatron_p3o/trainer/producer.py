@@ -30,7 +30,7 @@ from megatron_p3o.trainer.experience import (
     make_sample,
     replacement_metrics,
 )
-from megatron_p3o.types import RoutedExperts, SampleGroup, VersionSpan
+from megatron_p3o.types import FinishReason, RoutedExperts, SampleGroup, VersionSpan
 
 T = TypeVar("T")
 
@@ -41,7 +41,8 @@ class SampledResponse(Protocol):
     token_ids: list[int]
     logprobs: list[float]
     version_spans: list[VersionSpan]
-    finish_reason: Any
+    finish_reason: FinishReason
+    routed_experts: RoutedExperts | None
 
 
 class MakesSamples(Protocol):
@@ -240,7 +241,7 @@ class BatchProducer:
                     logprobs=tuple(response.logprobs),
                     finish_reason=response.finish_reason,
                     version_spans=tuple(response.version_spans),
-                    routed_experts=self._experts(response),
+                    routed_experts=response.routed_experts,
                 ),
                 prompt_ids,
                 item.prompt,
@@ -251,9 +252,6 @@ class BatchProducer:
             )
         ]
         return SampleGroup(prompt_id=draw.key, samples=tuple(samples))
-
-    def _experts(self, response: SampledResponse) -> RoutedExperts | None:
-        return None
 
 
 async def _all(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

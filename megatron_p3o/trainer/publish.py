@@ -11,6 +11,7 @@ others.
 """
 
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ from megatron_p3o.weights.publish import (
 )
 
 _SHOWN_NAMES = 3
+_MAX_TEXT_BYTES = 32 * 1024 * 1024
 
 
 class Ranks(Protocol):
@@ -179,13 +181,19 @@ class Publisher:
                 update.load(str(destination), nbytes)
             else:
                 update.pause()
-                update.send(fill_buckets(tensors, options.bucket_bytes), self._transport)
+                update.send(fill_buckets(tensors, self._bucket_bytes()), self._transport)
         if due:
             update.verify(verification.wrong, is_proof=verification.is_proof)
         update.resume()
         self._num_published += version != self._last_version
         self._last_version = version
         return update.report(self._transport)
+
+    def _bucket_bytes(self) -> int:
+        """As configured; less where the bucket travels in the request, as text, which both sides
+        copy several times."""
+        is_text = self._options.transport == "tensor" and self._ranks.device.type == "cpu"
+        return min(self._options.bucket_bytes, _MAX_TEXT_BYTES if is_text else sys.maxsize)
 
     def _verification_due(self, version: int) -> bool:
         """Servers that get a version later than the others are always checked."""

@@ -6,11 +6,13 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from megatron_p3o.architecture import ModelArchitecture
 from megatron_p3o.config import RunConfig
 from megatron_p3o.parallel.setup import ParallelContext
 from megatron_p3o.preflight import RunInputs
 from megatron_p3o.rollout.sglang import (
     Cluster,
+    ExpertLayout,
     GenerateOptions,
     given_servers,
     managed_servers,
@@ -42,7 +44,7 @@ def cluster_rollouts(
     options = GenerateOptions(
         sampling=config.sampling,
         eos_token_ids=inputs.architecture.eos_token_ids,
-        routed_experts=config.model.router_replay,
+        experts=_experts(inputs.architecture) if config.model.router_replay else None,
     )
 
     def make_cluster(on_event: Callable[[], None]) -> Cluster:
@@ -82,6 +84,16 @@ def publish_options(config: RunConfig, run_dir: RunDir) -> PublishOptions:
         verify_every=publish.verify_every,
         timeout_s=publish.timeout_s,
         drain_timeout_s=config.rollout.request_timeout_s,
+    )
+
+
+def _experts(architecture: ModelArchitecture) -> ExpertLayout:
+    moe = architecture.moe
+    assert moe is not None
+    return ExpertLayout(
+        num_layers=architecture.num_layers,
+        moe_layers=moe.layers,
+        experts_per_token=moe.experts_per_token,
     )
 
 

@@ -1,9 +1,11 @@
 """What a server answers is believed only when it fits together."""
 
+import base64
 import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from megatron_p3o.config import SamplingSection
 from megatron_p3o.rollout.sglang import (
     BadReply,
+    ExpertLayout,
     GenerateOptions,
     Reply,
     Response,
@@ -170,3 +173,15 @@ def test_a_request_spells_out_how_to_sample() -> None:
         "max_new_tokens": 6,
         "stop_token_ids": [1, 2],
     }
+
+
+def test_experts_are_read_of_the_moe_layers_alone() -> None:
+    experts = np.arange(2 * 3 * 2, dtype="<i4").reshape(2, 3, 2)  # tokens, layers, experts
+    text = base64.b64encode(experts.tobytes()).decode()
+    layout = ExpertLayout(num_layers=3, moe_layers=(1, 2), experts_per_token=2)
+    found = layout.read(text, num_tokens=2)
+    assert found.tensor().tolist() == [[[2, 3], [4, 5]], [[8, 9], [10, 11]]]
+    with pytest.raises(BadReply, match=r"12 expert choices, and \(3, 3, 2\)"):
+        layout.read(text, num_tokens=3)
+    with pytest.raises(ValueError):
+        layout.read("?", num_tokens=2)

@@ -1,6 +1,11 @@
 """SGLang servers as a rollout engine: processes, requests, weight updates."""
 
-from megatron_p3o.rollout.sglang.client import GenerateClient, GenerateOptions, Reply
+from megatron_p3o.rollout.sglang.client import (
+    ExpertLayout,
+    GenerateClient,
+    GenerateOptions,
+    Reply,
+)
 from megatron_p3o.rollout.sglang.cluster import (
     Cluster,
     ServerSet,
@@ -37,6 +42,7 @@ __all__ = [
     "CallRefused",
     "Cluster",
     "DistributedTransport",
+    "ExpertLayout",
     "FailedServer",
     "Fleet",
     "GenerateClient",

@@ -10,11 +10,13 @@ log-probs are of logits / temperature.
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import Any, Literal
 
 import aiohttp
+import numpy as np
+import torch
 
 from megatron_p3o.config import SamplingSection
 from megatron_p3o.rollout.sglang.control import KEEPALIVE_S, ServerInfo, bearer
@@ -26,7 +28,7 @@ from megatron_p3o.rollout.sglang.errors import (
     ServerUnreachable,
     WrongWeights,
 )
-from megatron_p3o.types import VersionSpan
+from megatron_p3o.types import RoutedExperts, VersionSpan
 
 UNPUBLISHED = "unpublished"
 """Weight version of a server that was started and has not been given weights yet."""
@@ -47,8 +49,36 @@ class Reply:
     """Empty only without tokens."""
     finish_reason: Literal["stop", "length", "abort"]
     """`abort`: ended from outside, by a weight update; the tokens so far are good."""
-    routed_experts: str | None = None
-    """base64 as the server sent it."""
+    routed_experts: RoutedExperts | None = None
+    """Of all tokens that entered the model, prompt included, when they were asked for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertLayout:
+    """How a server reports experts: int32 of every layer, dense ones included."""
+
+    num_layers: int
+    moe_layers: tuple[int, ...]
+    experts_per_token: int
+
+    def read(self, text: str, num_tokens: int) -> RoutedExperts:
+        """
+        Args:
+            text: base64 of [tokens, layers, experts per token].
+            num_tokens: that entered the model.
+
+        Raises:
+            BadReply: it is of another size.
+            ValueError: it is no base64.
+        """
+        values = np.frombuffer(base64.b64decode(text, validate=True), dtype="<i4")
+        shape = (num_tokens, self.num_layers, self.experts_per_token)
+        if values.size != math.prod(shape):
+            raise BadReply(
+                f"{values.size} expert choices, and {shape} tokens x layers x experts are needed"
+            )
+        experts = values.reshape(shape)[:, list(self.moe_layers)]
+        return RoutedExperts.from_tensor(torch.from_numpy(experts.copy()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,8 +87,8 @@ class GenerateOptions:
 
     sampling: SamplingSection
     eos_token_ids: tuple[int, ...]
-    routed_experts: bool = False
-    """Ask for the experts of every token."""
+    experts: ExpertLayout | None = None
+    """Ask for the experts of every token; None: do not."""
 
     def body(self, input_ids: Sequence[int], max_new_tokens: int) -> dict[str, Any]:
         """Spelt out in full: a server's defaults may come from the model's generation config."""
@@ -78,7 +108,7 @@ class GenerateOptions:
                 "stop_token_ids": list(self.eos_token_ids),
             },
         }
-        if self.routed_experts:
+        if self.experts is not None:
             body["return_routed_experts"] = True
         return body
 
@@ -124,7 +154,11 @@ class GenerateClient:
         if status != HTTPStatus.OK:
             raise CallRefused(f"{url}/generate answered {status}: {text[:_SHOWN_CHARACTERS]}")
         try:
-            return parse_reply(json.loads(text), max_new_tokens)
+            content = json.loads(text)
+            return replace(
+                parse_reply(content, max_new_tokens),
+                routed_experts=self._experts(content, len(input_ids)),
+            )
         except BadReply as error:
             raise BadReply(f"{url}/generate: {error}") from error
         except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -132,6 +166,14 @@ class GenerateClient:
                 f"{url}/generate answered something that is no generation ({error!r}): "
                 f"{text[:_SHOWN_CHARACTERS]}"
             ) from error
+
+    def _experts(self, content: Mapping[str, Any], num_inputs: int) -> RoutedExperts | None:
+        num_outputs = len(content["output_ids"])
+        if self._options.experts is None or not num_outputs:
+            return None
+        # The last token was sampled and never entered the model.
+        text = content["meta_info"]["routed_experts"]
+        return self._options.experts.read(text, num_inputs + num_outputs - 1)
 
     async def info(self, url: str) -> ServerInfo:
         """What the server is; its scheduler answers too, so a server that cannot generate fails.
@@ -206,7 +248,6 @@ def parse_reply(content: Mapping[str, Any], max_new_tokens: int) -> Reply:
         logprobs=logprobs,
         version_spans=_spans(meta, len(token_ids)),
         finish_reason=finish_reason,
-        routed_experts=meta.get("routed_experts"),
     )
 
 

@@ -167,4 +167,5 @@ def _parity_sample(index: int, prompt_ids: tuple[int, ...], response: Response) 
         version_spans=tuple(VersionSpan(*span) for span in response.version_spans)
         if len(versions) > 1
         else (),
+        routed_experts=response.routed_experts,
     )

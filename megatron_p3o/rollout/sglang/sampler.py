@@ -17,7 +17,7 @@ from megatron_p3o.errors import RunError
 from megatron_p3o.rollout.sglang.client import GenerateClient, Reply
 from megatron_p3o.rollout.sglang.errors import BadReply, ServerError, ServerTimeout
 from megatron_p3o.rollout.sglang.fleet import Fleet, Place
-from megatron_p3o.types import FinishReason, VersionSpan
+from megatron_p3o.types import FinishReason, RoutedExperts, VersionSpan
 
 _FIRST_BACKOFF_S = 0.25
 _MAX_BACKOFF_S = 10.0
@@ -31,14 +31,14 @@ class Response:
     logprobs: list[float] = field(default_factory=list)
     version_spans: list[VersionSpan] = field(default_factory=list)
     finish_reason: FinishReason = "length"
-    routed_experts: str | None = None
+    routed_experts: RoutedExperts | None = None
     """Of the last request, which computed all tokens before its own again."""
 
     def extend(self, reply: Reply) -> None:
         offset = len(self.token_ids)
         self.token_ids += reply.token_ids
         self.logprobs += reply.logprobs
-        self.routed_experts = reply.routed_experts
+        self.routed_experts = reply.routed_experts or self.routed_experts
         for version, start, stop in reply.version_spans:
             last = self.version_spans[-1] if self.version_spans else None
             if last is not None and last.version == version:
