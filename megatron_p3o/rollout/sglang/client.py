@@ -7,6 +7,7 @@ batch with a silently wrong log-prob trains silently wrong. Checked against SGLa
 log-probs are of logits / temperature.
 """
 
+import base64
 import json
 import math
 from collections.abc import Mapping, Sequence
