@@ -5,10 +5,12 @@ run dir, so that a run started by torchrun or Slurm is refused just as early.
 """
 
 import hashlib
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_p3o.api_key import read_api_key
 from megatron_p3o.architecture import ModelArchitecture, read_architecture
 from megatron_p3o.config import RunConfig
 from megatron_p3o.data import PromptSet, load_prompts, resolve_reward
@@ -51,6 +53,8 @@ def check_run(config: RunConfig, *, resume: bool) -> RunInputs:
             "model.router_replay=true replays the choice of experts, but the model has none; "
             "remove it"
         )
+    if config.rollout.engine == "sglang":
+        _check_servers(config)
     reference = _read_reference(config, architecture)
     prompts = None
     if config.rollout.engine != "replay":
@@ -95,6 +99,16 @@ def _read_reference(config: RunConfig, policy: ModelArchitecture) -> ModelArchit
             "family"
         )
     return reference
+
+
+def _check_servers(config: RunConfig) -> None:
+    read_api_key(config.rollout)
+    python = config.rollout.launch.python
+    if not config.rollout.servers and python is not None and shutil.which(python) is None:
+        raise InputError(
+            f"rollout.launch.python={python!r} is no program; give the interpreter of SGLang's "
+            "environment (on a CPU: make sglang, .venv-sglang/bin/python)"
+        )
 
 
 def _check_tokenizer(model_dir: Path) -> None:

@@ -126,9 +126,9 @@ class ClusterRollouts:
 
     def close(self) -> None:
         """End generation, threads, and the servers that were started."""
-        self._publisher.close()
         if self._lead is not None:
             self._lead.close()
+        self._publisher.close()
 
     def _wait(self, decide: Callable[["_Lead"], _Verdict]) -> Any:
         """Until rank 0 has a result; servers in need of weights get them on the way."""
@@ -182,7 +182,6 @@ class _Lead:
         self._happened = threading.Event()
         self._loop = LoopThread("rollout")
         self._counters = _Counters()
-        self._update_s = 0.0
         self._bytes = 0
         self._pending: Any = None
 
@@ -240,13 +239,11 @@ class _Lead:
             self._happened.wait(_LOOK_S)
 
     def begin_update(self, version: int, *, only_in_need: bool) -> list[ServerControl]:
-        self._update_s -= time.monotonic()
         return self._loop.call(
             lambda: self._cluster.fleet.begin_update(version, only_in_need=only_in_need)
         )
 
     def end_update(self, report: PublishReport | None, version: int) -> None:
-        self._update_s += time.monotonic()
         self._loop.call(lambda: self._cluster.fleet.end_update(report, version))
         if report is not None:
             self._bytes += report.nbytes * len(report.acknowledged)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_p3o.api_key import read_api_key
 from megatron_p3o.architecture import read_architecture
 from megatron_p3o.config import RunConfig
 from megatron_p3o.errors import ConfigurationError
@@ -20,7 +21,6 @@ from megatron_p3o.rollout.sglang import (
     GenerateOptions,
     ServerSet,
     managed_servers,
-    read_api_key,
 )
 from megatron_p3o.trainer.served_model import server_flags
 
@@ -45,7 +45,7 @@ def serve(config: RunConfig, logs: Path | None) -> None:
             "servers on this node"
         )
     architecture = read_architecture(config.model.path)
-    api_key = read_api_key(config)
+    api_key = read_api_key(config.rollout)
     server_set = managed_servers(
         server_flags(
             config,

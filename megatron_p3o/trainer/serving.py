@@ -6,6 +6,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from megatron_p3o.api_key import read_api_key
 from megatron_p3o.architecture import ModelArchitecture
 from megatron_p3o.config import RunConfig
 from megatron_p3o.parallel.setup import ParallelContext
@@ -16,7 +17,6 @@ from megatron_p3o.rollout.sglang import (
     GenerateOptions,
     given_servers,
     managed_servers,
-    read_api_key,
 )
 from megatron_p3o.run_dir import RunDir, read_trainer_state
 from megatron_p3o.trainer.cluster import ClusterRollouts
@@ -39,7 +39,7 @@ def cluster_rollouts(
         UserError: the API key or the model cannot be read, or a prompt cannot be encoded.
     """
     assert inputs.prompts is not None
-    api_key = read_api_key(config)
+    api_key = read_api_key(config.rollout)
     rollout = config.rollout
     options = GenerateOptions(
         sampling=config.sampling,

@@ -22,6 +22,9 @@ def refuse(directory: Path, config: Path, *words: str) -> str:
     return result.stderr
 
 
+SERVERS = ("--rollout.engine", "sglang", "--rollout.launch.replicas", "1")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -41,6 +44,15 @@ def refuse(directory: Path, config: Path, *words: str) -> str:
         (["--data.reward.name", "perfect"], "perfect"),
         (["--data.source", "jsonl"], "data.path is needed by data.source=jsonl"),
         (["--rollout.engine", "replay"], "rollout.replay_path=None goes with"),
+        (["--rollout.engine", "sglang"], "rollout.engine=sglang has no servers"),
+        (
+            [*SERVERS, "--rollout.launch.python", "/no/python"],
+            "rollout.launch.python='/no/python' is no program",
+        ),
+        (
+            [*SERVERS, "--rollout.api_key_env", "P3O_NOT_SET"],
+            "rollout.api_key_env='P3O_NOT_SET' names an environment variable",
+        ),
         (["--train.steps"], "override --train.steps needs a value"),
     ],
 )

@@ -14,6 +14,7 @@ LEAVES = {"types", "config", "errors", "architecture", "model_files", "parent"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "parent": set(),
+    "api_key": {"config", "errors"},
     "types": set(),
     "config": {"errors"},
     "model_files": {"errors"},
@@ -25,13 +26,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": LEAVES,
     "run_dir": LEAVES,
     "splitting": {"architecture", "config", "errors"},
-    "preflight": LEAVES | {"data", "run_dir", "splitting"},
+    "preflight": LEAVES | {"api_key", "data", "run_dir", "splitting"},
     "trainer": LEAVES
-    | {"algorithms", "weights", "rollout", "parallel", "data", "run_dir", "preflight"},
+    | {"algorithms", "weights", "rollout", "parallel", "data", "run_dir", "preflight", "api_key"},
     "cli": LEAVES | {"preflight", "trainer", "weights"},
 }
 WITHOUT_TORCH = (
     "errors",
+    "api_key",
     "config",
     "model_files",
     "splitting",

@@ -12,11 +12,12 @@ from typing import Any
 import psutil
 import pytest
 
+from megatron_p3o.api_key import read_api_key
 from megatron_p3o.architecture import read_architecture
 from megatron_p3o.config import RunConfig, parse_config
 from megatron_p3o.errors import InputError
 from megatron_p3o.parent import guard_words
-from megatron_p3o.rollout.sglang import ServerFlags, managed_servers, read_api_key
+from megatron_p3o.rollout.sglang import ServerFlags, managed_servers
 from megatron_p3o.rollout.sglang.flags import Command, own_environment
 from megatron_p3o.trainer.serve import announcement
 from megatron_p3o.trainer.served_model import server_flags
@@ -181,7 +182,7 @@ def test_keys_are_read_from_the_environment_or_a_file(
 ) -> None:
     def read(**fields: str) -> str | None:
         rollout = {"engine": "sglang", "launch": {"replicas": 1}, **fields}
-        return read_api_key(run_config(tiny_model_dir, rollout=rollout))
+        return read_api_key(run_config(tiny_model_dir, rollout=rollout).rollout)
 
     assert read() is None
     with pytest.raises(InputError, match=r"rollout.api_key_env='P3O_KEY' names an environment"):

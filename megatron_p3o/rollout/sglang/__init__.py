@@ -22,7 +22,7 @@ from megatron_p3o.rollout.sglang.errors import (
     ServerUnreachable,
     WrongWeights,
 )
-from megatron_p3o.rollout.sglang.flags import ServerFlags, read_api_key
+from megatron_p3o.rollout.sglang.flags import ServerFlags
 from megatron_p3o.rollout.sglang.fleet import Fleet
 from megatron_p3o.rollout.sglang.loop_thread import LoopThread
 from megatron_p3o.rollout.sglang.process import ManagedProcess
@@ -70,5 +70,4 @@ __all__ = [
     "WrongWeights",
     "given_servers",
     "managed_servers",
-    "read_api_key",
 ]

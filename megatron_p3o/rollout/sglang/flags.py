@@ -15,7 +15,6 @@ from typing import Any
 
 from megatron_p3o.architecture import ModelArchitecture
 from megatron_p3o.config import RunConfig
-from megatron_p3o.errors import InputError
 from megatron_p3o.parent import SECRET_VARIABLE
 from megatron_p3o.rollout.sglang.client import UNPUBLISHED
 
@@ -175,31 +174,3 @@ def own_environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith(_RANK_PREFIXES) and name not in _RANK_VARIABLES
     }
-
-
-def read_api_key(config: RunConfig) -> str | None:
-    """The key that the configuration points at.
-
-    Raises:
-        InputError: the variable is not set, or the file cannot be read or is empty.
-    """
-    rollout = config.rollout
-    if rollout.api_key_env is not None:
-        key = os.environ.get(rollout.api_key_env, "").strip()
-        if not key:
-            raise InputError(
-                f"rollout.api_key_env={rollout.api_key_env!r} names an environment variable that "
-                "is not set; export it"
-            )
-        return key
-    if rollout.api_key_file is not None:
-        try:
-            key = Path(rollout.api_key_file).read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(
-                f"rollout.api_key_file={rollout.api_key_file!r} cannot be read ({error})"
-            ) from error
-        if not key:
-            raise InputError(f"rollout.api_key_file={rollout.api_key_file!r} is empty")
-        return key
-    return None

@@ -104,9 +104,11 @@ class Supervisor:
         for server in self.servers:
             if server.process is not None:
                 _log.info("%s starts at %s", server.process.name, server.url)
-                await asyncio.to_thread(server.process.start)
+                await self._start(server.process)
             server.silent_since = time.monotonic()
-            self._tasks.append(asyncio.create_task(self._watch(server)))
+            task = asyncio.create_task(self._watch(server))
+            task.add_done_callback(self._stop_if_failed)
+            self._tasks.append(task)
 
     async def close(self) -> None:
         """Stop watching, and end the processes that were started."""
@@ -228,8 +230,21 @@ class Supervisor:
         self._on_change(server)
         if was_starting:  # it fell while it started: not at once again
             await asyncio.sleep(min(2.0**server.num_restarts, _MAX_BACKOFF_S))
-        await asyncio.to_thread(process.start)
+        await self._start(process)
         server.silent_since = time.monotonic()
+
+    async def _start(self, process: ManagedProcess) -> None:
+        try:
+            await asyncio.to_thread(process.start)
+        except OSError as error:
+            self.fatal = RunError(
+                f"{process.name} cannot be started: {error}; its log would be {process.log}"
+            )
+
+    def _stop_if_failed(self, task: "asyncio.Task[None]") -> None:
+        """A server that nobody watches would be waited for without end."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.fatal = RunError(f"watching the rollout servers failed: {error!r}")
 
     async def replace(self, server: Server, reason: str) -> None:
         """Its weights or its answers are wrong: restart it, or wait for a better time."""
