@@ -38,8 +38,8 @@ from megatron_p3o.trainer.publish import Publisher, PublishOptions
 from megatron_p3o.trainer.served_model import published_model, server_flags
 from megatron_p3o.weights.families import param_rows
 
-NUM_SAMPLES = 64
-NEW_TOKENS = 32
+NUM_SAMPLES = 32
+NEW_TOKENS = 16
 CONCURRENCY = 16
 GB = 1e9
 
@@ -66,7 +66,7 @@ def main(
         ".venv-sglang/bin/python"
     ),
     rounds: Annotated[int, typer.Option(help="Turns of every comparison.")] = 5,
-    steps: Annotated[int, typer.Option(help="Training steps of each staleness.")] = 6,
+    steps: Annotated[int, typer.Option(help="Training steps of each staleness.")] = 5,
 ) -> None:
     """Measure, and print Markdown tables."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -240,7 +240,7 @@ async def compare_transports(
 
 def staleness(directory: Path, model: Path, python: Path, steps: int) -> None:
     """Two training runs, which differ in `rollout.max_staleness` alone."""
-    print(f"\n{steps} steps of examples/sglang_cpu, without the first two\n")
+    print(f"\n{steps} steps of 4 x 8 samples of examples/sglang_cpu, without the first two\n")
     print("| `max_staleness` | Step, seconds | Trainer waits | Servers wait |\n|---|---|---|---|")
     for bound in (0, 1):
         run_dir = RunDir(directory / f"staleness_{bound}")
@@ -248,6 +248,7 @@ def staleness(directory: Path, model: Path, python: Path, steps: int) -> None:
             *("--model.path", str(model), "--rollout.launch.python", str(python)),
             *("--rollout.max_staleness", str(bound), "--run.dir", str(run_dir.root)),
             *("--train.steps", str(steps), "--checkpoint.every", "0"),
+            *("--train.prompts_per_step", "4"),
         ]
         command = [sys.executable, "-m", "megatron_p3o.cli", "train"]
         subprocess.run(

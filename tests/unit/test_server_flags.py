@@ -17,7 +17,7 @@ from megatron_p3o.architecture import read_architecture
 from megatron_p3o.config import RunConfig, parse_config
 from megatron_p3o.errors import InputError
 from megatron_p3o.parent import guard_words
-from megatron_p3o.rollout.sglang import ServerFlags, managed_servers
+from megatron_p3o.rollout.sglang import ManagedProcess, ServerFlags, managed_servers
 from megatron_p3o.rollout.sglang.flags import Command, own_environment
 from megatron_p3o.trainer.serve import announcement
 from megatron_p3o.trainer.served_model import server_flags
@@ -261,3 +261,32 @@ def test_a_guard_hands_on_the_exit_code_and_ends_what_is_left() -> None:
     guard = subprocess.Popen(words, start_new_session=True)
     assert guard.wait(20) == 7
     wait_for(lambda: not sleepers(guard.pid))
+
+
+def test_a_stopped_process_is_not_started_again(tmp_path: Path) -> None:
+    """As when a run ends while one of its servers is being restarted."""
+    command = Command(words=("sleep", "987654"), environment=dict(os.environ))
+    process = ManagedProcess("sleeper", lambda _: command, tmp_path / "log")
+    process.start()
+    assert process.exit_status() is None
+    process.start()
+    assert process.num_starts == 2
+    group = process._process.pid if process._process is not None else 0
+    wait_for(lambda: len(sleepers(group)) == 2)
+    process.stop()
+    assert not sleepers(group)
+    process.start()
+    assert process.num_starts == 2
+    assert process.exit_status() == "ended by SIGTERM"
+
+
+def test_a_process_tells_how_it_ended_and_what_it_said_last(tmp_path: Path) -> None:
+    words = ("bash", "-c", "echo first; echo last words; exit 3")
+    command = Command(words=words, environment=dict(os.environ))
+    process = ManagedProcess("talker", lambda _: command, tmp_path / "logs" / "log")
+    process.start()
+    wait_for(lambda: process.exit_status() is not None)
+    assert process.exit_status() == "ended with exit code 3"
+    assert process.last_words() == "last words"
+    assert (tmp_path / "logs" / "log").stat().st_mode & 0o777 == 0o600
+    process.stop()

@@ -1,17 +1,22 @@
 """A run's servers, from its configuration: started or given, with a client and a queue."""
 
+import asyncio
+import logging
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_p3o.config import RolloutSection
 from megatron_p3o.rollout.sglang.client import GenerateClient, GenerateOptions
+from megatron_p3o.rollout.sglang.errors import ServerError
 from megatron_p3o.rollout.sglang.flags import Command, ServerFlags
 from megatron_p3o.rollout.sglang.fleet import Fleet
 from megatron_p3o.rollout.sglang.process import ManagedProcess
 from megatron_p3o.rollout.sglang.sampler import Response, Sampler
 from megatron_p3o.rollout.sglang.supervisor import Server
 from megatron_p3o.types import Sample, VersionSpan
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +89,7 @@ class Cluster:
             patience_s: see `Fleet`.
         """
         self._client = GenerateClient(options, api_key=api_key)
+        self._request_timeout_s = rollout.request_timeout_s
         self.fleet = Fleet(
             server_set.servers,
             self._client,
@@ -105,22 +111,29 @@ class Cluster:
     async def parity_samples(
         self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int
     ) -> dict[str, list[Sample]]:
-        """One sample of every prompt from every serving server, by URL.
-
-        Raises:
-            ServerError: a server does not give one.
-        """
+        """One sample of every prompt from every serving server, by URL; a server that fails is
+        left out."""
         found: dict[str, list[Sample]] = {}
         for url in self.fleet.serving_urls():
-            found[url] = []
-            for index, prompt_ids in enumerate(prompts):
-                response = Response()
-                reply = await self._client.generate(url, prompt_ids, max_new_tokens)
-                response.extend(reply)
-                if reply.finish_reason == "stop":
-                    response.finish_reason = "stop"
-                found[url].append(_parity_sample(index, prompt_ids, response))
+            try:
+                found[url] = [
+                    await self._parity_sample(url, index, prompt_ids, max_new_tokens)
+                    for index, prompt_ids in enumerate(prompts)
+                ]
+            except (ServerError, TimeoutError) as error:  # the supervisor sees to it
+                _log.warning("server %s gives no samples to compare: %s", url, error)
         return found
+
+    async def _parity_sample(
+        self, url: str, index: int, prompt_ids: tuple[int, ...], max_new_tokens: int
+    ) -> Sample:
+        response = Response()
+        async with asyncio.timeout(self._request_timeout_s):
+            reply = await self._client.generate(url, prompt_ids, max_new_tokens)
+        response.extend(reply)
+        if reply.finish_reason == "stop":
+            response.finish_reason = "stop"
+        return _parity_sample(index, prompt_ids, response)
 
     def totals(self) -> dict[str, float]:
         """Counts and seconds since the start, by metric name."""

@@ -8,6 +8,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +27,7 @@ _SHOWN_BYTES = 2000
 
 
 class ManagedProcess:
-    """Starts a program, and starts it again. Not safe to use from several threads at once."""
+    """Starts a program, and starts it again, until it is stopped."""
 
     def __init__(self, name: str, command: Callable[[int], Command], log: Path) -> None:
         """
@@ -41,13 +42,22 @@ class ManagedProcess:
         self._command = command
         self._process: subprocess.Popen[bytes] | None = None
         self._is_killed = False
+        self._is_stopped = False
+        # A restart that is under way on another thread must not outlive the stop.
+        self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Start it, again if need be; what is left of an earlier one is ended first.
+        """Start it, again if need be; what is left of an earlier one is ended first. Nothing
+        happens once it was stopped.
 
         Raises:
             OSError: the program cannot be run.
         """
+        with self._lock:
+            if not self._is_stopped:
+                self._start()
+
+    def _start(self) -> None:
         self.kill()
         command = self._command(self.num_starts)
         self.num_starts += 1
@@ -84,7 +94,12 @@ class ManagedProcess:
         return ""
 
     def stop(self) -> None:
-        """Ask it to end, then end it; its ports are free afterwards."""
+        """Ask it to end, then end it, for good; its ports are free afterwards."""
+        self._is_stopped = True
+        with self._lock:
+            self._stop()
+
+    def _stop(self) -> None:
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
