@@ -8,6 +8,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_va
 from megatron_p3o.config.section import Section
 
 Transport = Literal["tensor", "distributed", "disk"]
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 Interrupt = Literal["wait", "in_place", "retract", "abort"]
 
 
@@ -37,6 +38,11 @@ class LaunchSection(Section):
     """Until a started server answers: it loads the model and captures CUDA graphs."""
     max_restarts: NonNegativeInt = 10
     """Restarts of one server before it is given up."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether others than this host's users can reach the servers."""
+        return self.replicas > 0 and self.host not in _LOOPBACK
 
 
 class PublishSection(Section):
@@ -168,6 +174,10 @@ class RolloutSection(Section):
                 f"{self.api_key_file!r} both say where the API key is; keep one"
             )
         return self
+
+    @property
+    def has_api_key(self) -> bool:
+        return self.api_key_env is not None or self.api_key_file is not None
 
 
 class SamplingSection(Section):

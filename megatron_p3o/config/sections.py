@@ -392,4 +392,10 @@ class RunConfig(Section):
                 "is always the present one, so the second anchor never acts and this is p3o; "
                 "raise train.optimizer_steps_per_rollout, or say p3o"
             )
+        if self.rollout.launch.is_open and not self.rollout.has_api_key:
+            found.append(
+                f"rollout.launch.host={self.rollout.launch.host!r} lets its network use the "
+                "servers, which execute what they are sent, without an API key; set "
+                "rollout.api_key_env, or listen on 127.0.0.1"
+            )
         return found

@@ -159,10 +159,11 @@ class BatchProducer:
         """What a checkpoint after the last taken step keeps, JSON-ready: batches that are being
         made are made again, of the same prompts."""
         state = self._cursor.state()
-        in_flight = {
-            str(batch.step): [[draw.index, draw.epoch] for draw in batch.draws]
-            for batch in self._batches.values()
+        draws = {
+            **self._known_draws,
+            **{batch.step: batch.draws + batch.backlog for batch in self._batches.values()},
         }
+        in_flight = {str(step): [[d.index, d.epoch] for d in draws[step]] for step in draws}
         return {**state, "in_flight": in_flight} if in_flight else state
 
     def load_state(self, state: dict[str, Any]) -> None:

@@ -44,6 +44,8 @@ def serve(config: RunConfig, logs: Path | None) -> None:
             "rollout.launch.replicas=0 leaves p3o serve nothing to start; set it to the number of "
             "servers on this node"
         )
+    for notice in config.notices():
+        print(f"warning: {notice}", flush=True)
     architecture = read_architecture(config.model.path)
     api_key = read_api_key(config.rollout)
     server_set = managed_servers(

@@ -19,6 +19,7 @@ class Proxy:
     def __init__(self, target: str) -> None:
         self.fault: str | Fault = "garbage"
         self.num_faults = 0
+        self.refuses_weights = False
         self._target = target
         self._runner: web.AppRunner | None = None
         self._session: aiohttp.ClientSession | None = None
@@ -42,6 +43,8 @@ class Proxy:
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
         assert self._session is not None
+        if self.refuses_weights and request.path == "/begin_weight_update":
+            return web.json_response({"success": False, "message": "no room"}, status=400)
         is_spoilt = request.path == "/generate" and self.num_faults > 0
         if is_spoilt:
             self.num_faults -= 1

@@ -186,6 +186,35 @@ def test_a_server_that_keeps_failing_is_taken_out_and_comes_back(
     asyncio.run(scenario())
 
 
+def test_servers_that_keep_refusing_weights_stop_the_run(
+    servers: list[Server],
+    llama_models: list[Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("megatron_p3o.rollout.sglang.fleet._UPDATE_RETRY_S", 0.2)
+    config = run_config(llama_models[0], rollout={"engine": "sglang", "outage_timeout_s": 3.0})
+
+    async def scenario() -> tuple[int, Exception]:
+        by = publisher(llama_models[0], tmp_path)
+        num_refused = 0
+        async with proxied(servers[:1], config, by, llama_models[0]) as (cluster, proxy):
+            fleet = cluster.fleet
+            assert fleet.problem() is None
+            proxy.refuses_weights = True
+            await publish(cluster, by, llama_models[1], 2)
+            while (problem := fleet.problem()) is None:
+                if fleet.in_need():
+                    num_refused += 1
+                    await publish(cluster, by, llama_models[1], 2)
+                await asyncio.sleep(0.05)
+        return num_refused, problem
+
+    num_refused, problem = asyncio.run(scenario())
+    assert num_refused >= 3
+    assert "no rollout server could serve for rollout.outage_timeout_s=3 s" in str(problem)
+
+
 def test_a_silent_request_is_given_up_at_its_deadline(
     servers: list[Server], llama_models: list[Path], tmp_path: Path
 ) -> None:

@@ -474,3 +474,15 @@ def test_the_objective_is_p3o_unless_named(file: Path) -> None:
     message = r"objective\.name='ppo' must be one of p3o, p4o, reinforce, rloo, grpo"
     with pytest.raises(ConfigurationError, match=message):
         load_config(file, ["--objective.name", "ppo"])
+
+
+def test_open_servers_without_a_key_are_warned_of() -> None:
+    open_servers = {
+        "rollout.engine": "sglang",
+        "rollout.launch.replicas": 1,
+        "rollout.launch.host": "0.0.0.0",
+    }
+    (notice,) = parse_config(tree_with(open_servers)).notices()
+    assert "rollout.launch.host='0.0.0.0'" in notice and "rollout.api_key_env" in notice
+    for change in ({"rollout.api_key_env": "KEY"}, {"rollout.launch.host": "127.0.0.1"}):
+        assert parse_config(tree_with({**open_servers, **change})).notices() == []

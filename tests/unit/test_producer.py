@@ -123,6 +123,26 @@ def test_a_checkpoint_keeps_the_prompts_of_batches_in_the_making(tmp_path: Path)
     asyncio.run(scenario())
 
 
+def test_a_run_resumed_with_less_staleness_forgets_no_prompt(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        rollout = {"engine": "sglang", "servers": ["http://h:1"]}
+        ahead = producer(run_config(tmp_path, rollout={**rollout, "max_staleness": 3}), Servers())
+        ahead.start_up_to(0)
+        await ahead.take(0, 0)
+        state = ahead.state()
+        assert sorted(state["in_flight"]) == ["1", "2", "3"]
+        ahead.close()
+
+        near = producer(run_config(tmp_path, rollout={**rollout, "max_staleness": 0}), Servers())
+        near.load_state(state)
+        near.start_up_to(1)
+        await near.take(1, 0)
+        assert near.state()["in_flight"] == {step: state["in_flight"][step] for step in "23"}
+        near.close()
+
+    asyncio.run(scenario())
+
+
 def test_stale_groups_are_sampled_again_and_counted(tmp_path: Path) -> None:
     async def scenario() -> None:
         servers = Servers()

@@ -44,6 +44,8 @@ class Place:
     """In a row."""
     not_before: float = 0.0
     """When weights may be sent to it again."""
+    has_refused: bool = False
+    """Whether it failed to take weights since it last did, or since it was started."""
     deadlines: set[asyncio.Timeout] = field(default_factory=set)
     """Of the requests it is working on."""
 
@@ -113,7 +115,7 @@ class Fleet:
         self._in_flight = 0
         self._busy_since = 0.0
         self._idle_since: float | None = time.monotonic()
-        """Since when no server can serve, outside of updates."""
+        """Since when no server serves or is about to."""
 
     async def start(self) -> None:
         await self._supervisor.start()
@@ -253,7 +255,8 @@ class Fleet:
             # A process that came up meanwhile holds nothing.
             is_same = place.incarnation == place.server.incarnation
             place.version = version if place.url in acknowledged and is_same else None
-            if place.url in failed:
+            place.has_refused = place.url in failed
+            if place.has_refused:
                 place.not_before = time.monotonic() + _UPDATE_RETRY_S
                 reason = f"did not take weight version {version}: {failed[place.url]}"
                 self._spawn(self._supervisor.replace(place.server, reason))
@@ -292,8 +295,9 @@ class Fleet:
         )
 
     def _note_idleness(self) -> None:
-        can_serve = self.is_updating or self.num_serving or self.in_need()
-        if can_serve:
+        # A server that refuses its weights again and again is no hope.
+        is_hopeful = any(not place.has_refused for place in self.in_need())
+        if self.num_serving or is_hopeful:
             self._idle_since = None
         elif self._idle_since is None:
             self._idle_since = time.monotonic()
@@ -304,6 +308,7 @@ class Fleet:
         place = self._places[server.url]
         if place.incarnation != server.incarnation and not server.is_busy_updating:
             place.incarnation, place.version = server.incarnation, None
+            place.has_refused = False
         if server.health in (Health.STARTING, Health.DOWN, Health.GIVEN_UP):
             place.version = None if server.process is not None else place.version
             now = asyncio.get_running_loop().time()
