@@ -125,7 +125,7 @@ def named_tensors(config: RunConfig) -> list[tuple[str, Tensor]]:
 
 
 def publisher(config: RunConfig, directory: Path, transport: Any) -> Publisher:
-    model = published_model(config, read_architecture(config.model.path))
+    model = published_model(config, read_architecture(config.model.path), device_type="cpu")
     options = PublishOptions(
         transport=transport,
         directory=directory / "weights",

@@ -15,6 +15,7 @@ from megatron_p3o.architecture import ModelArchitecture, read_architecture
 from megatron_p3o.config import RunConfig
 from megatron_p3o.data import PromptSet, load_prompts, resolve_reward
 from megatron_p3o.errors import ConfigurationError, InputError, UserError
+from megatron_p3o.fp8_shapes import check_fp8
 from megatron_p3o.model_files import fingerprint
 from megatron_p3o.run_dir import RunDir, read_trainer_state
 from megatron_p3o.splitting import check_layout
@@ -43,6 +44,7 @@ def check_run(config: RunConfig, *, resume: bool) -> RunInputs:
     """
     architecture = read_architecture(config.model.path)
     check_layout(architecture, config.layout)
+    check_fp8(architecture, config)
     if config.model.moe_aux_loss_coefficient > 0 and architecture.moe is None:
         raise ConfigurationError(
             f"model.moe_aux_loss_coefficient={config.model.moe_aux_loss_coefficient} balances "

@@ -26,6 +26,7 @@ from megatron_p3o.algorithms.registry import (
 )
 from megatron_p3o.algorithms.sapo import sapo_loss
 from megatron_p3o.algorithms.sequences import sequence_stats, sequence_sums
+from megatron_p3o.algorithms.sft import sft_loss
 from megatron_p3o.algorithms.trust import TrustStats
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "sapo_loss",
     "sequence_stats",
     "sequence_sums",
+    "sft_loss",
     "token_weights",
     "total_loss",
 ]

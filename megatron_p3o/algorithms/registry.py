@@ -12,6 +12,7 @@ from megatron_p3o.algorithms.p4o import p4o_loss
 from megatron_p3o.algorithms.ppo_decoupled import ppo_decoupled_loss
 from megatron_p3o.algorithms.reference import add_reference_kl
 from megatron_p3o.algorithms.sapo import sapo_loss
+from megatron_p3o.algorithms.sft import sft_loss
 from megatron_p3o.algorithms.trust import TrustStats
 from megatron_p3o.config import ObjectiveBase, ReferenceSection
 from megatron_p3o.types import LossOutput, TokenStats
@@ -38,6 +39,7 @@ LOSSES: Mapping[str, LossFunction] = MappingProxyType(
         "cispo": cispo_loss,
         "sapo": sapo_loss,
         "ppo_decoupled": ppo_decoupled_loss,
+        "sft": sft_loss,
     }
 )
 

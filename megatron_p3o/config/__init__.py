@@ -29,15 +29,17 @@ from megatron_p3o.config.objectives import (
     ReinforceObjective,
     RLOOObjective,
     SAPOObjective,
+    SFTObjective,
 )
+from megatron_p3o.config.precision import Fp8Section, PrecisionSection
 from megatron_p3o.config.rollout import (
     Interrupt,
     LaunchSection,
     ParityCheckSection,
-    PrecisionSection,
     PublishSection,
     RolloutSection,
     SamplingSection,
+    TemperatureShiftSection,
     Transport,
 )
 from megatron_p3o.config.sections import (
@@ -64,6 +66,7 @@ __all__ = [
     "DrGRPOObjective",
     "DynamicSamplingSection",
     "EssSection",
+    "Fp8Section",
     "GRPOObjective",
     "GSPOObjective",
     "Interrupt",
@@ -87,7 +90,9 @@ __all__ = [
     "RunConfig",
     "RunSection",
     "SAPOObjective",
+    "SFTObjective",
     "SamplingSection",
+    "TemperatureShiftSection",
     "TrainSection",
     "Transport",
     "json_schema",

@@ -232,6 +232,23 @@ class PPODecoupledObjective(ClippedObjective):
     """Greatest weight for the gap between proximal and behaviour policy."""
 
 
+class SFTObjective(ObjectiveBase):
+    """Negative log-likelihood of the data's own answers (rollout.engine: answers)."""
+
+    name: Literal["sft"] = "sft"
+    advantage: Literal["none"] = "none"
+    """Not used: an answer has no advantage."""
+
+    @model_validator(mode="after")
+    def _no_correction(self) -> "SFTObjective":
+        if self.correction.mode != "off":
+            raise ValueError(
+                f"objective.correction.mode={self.correction.mode} corrects for a behaviour "
+                "policy, and objective.name=sft has none; remove it"
+            )
+        return self
+
+
 Objective = Annotated[
     P3OObjective
     | P4OObjective
@@ -243,7 +260,8 @@ Objective = Annotated[
     | GSPOObjective
     | CISPOObjective
     | SAPOObjective
-    | PPODecoupledObjective,
+    | PPODecoupledObjective
+    | SFTObjective,
     Field(discriminator="name"),
 ]
 
@@ -259,4 +277,5 @@ OBJECTIVE_NAMES = (
     "cispo",
     "sapo",
     "ppo_decoupled",
+    "sft",
 )

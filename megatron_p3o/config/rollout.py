@@ -77,10 +77,21 @@ class ParityCheckSection(Section):
     and rollout are fp32, else 0.05."""
 
 
+class TemperatureShiftSection(Section):
+    """A fault on purpose, for studies: samples drawn at another temperature than
+    `sampling.temperature`, which the trainer assumes."""
+
+    sampled_at: PositiveFloat
+    """The temperature that samples are drawn at."""
+    logprobs: Literal["sampled", "assumed"] = "sampled"
+    """Which log-probs the trainer is given: those of the distribution that was sampled from, whose
+    ratios correct the fault; or those at `sampling.temperature`, whose ratios are blind to it."""
+
+
 class RolloutSection(Section):
-    engine: Literal["embedded", "sglang", "replay"] = "embedded"
+    engine: Literal["embedded", "sglang", "replay", "answers"] = "embedded"
     """`embedded` generates in the trainer's processes, `sglang` on servers, `replay` reads a
-    recording."""
+    recording; `answers` takes the data's own, for objective sft."""
     replay_path: str | None = None
     """A recorded samples.jsonl, for engine replay."""
     batch_size: PositiveInt = 64
@@ -88,7 +99,8 @@ class RolloutSection(Section):
     max_staleness: NonNegativeInt = 0
     """Rollout batches that generation may be ahead of training: 0 is synchronous, 1 is one step
     off, more is fully asynchronous. A sample's weights are at most this many publications old
-    when it is trained on."""
+    when it is trained on. The embedded engine takes turns with the trainer and is always this far
+    ahead, so that studies of staleness can be repeated exactly."""
     interrupt: Interrupt = "retract"
     """What a publication does to running generations: `wait` lets them end, `retract` computes
     their KV cache again and goes on with the new weights, `in_place` goes on with the KV cache of
@@ -120,6 +132,7 @@ class RolloutSection(Section):
     """Use servers of a version that this client was not tested with."""
     parity_check: ParityCheckSection = ParityCheckSection()
     publish: PublishSection = PublishSection()
+    temperature_shift: TemperatureShiftSection | None = None
 
     @model_validator(mode="after")
     def _replay(self) -> "RolloutSection":
@@ -132,10 +145,15 @@ class RolloutSection(Section):
 
     @model_validator(mode="after")
     def _servers(self) -> "RolloutSection":
-        if self.engine != "sglang" and self.max_staleness:
+        if self.engine in ("replay", "answers") and self.max_staleness:
             raise ValueError(
-                f"rollout.max_staleness={self.max_staleness} needs rollout.engine=sglang, which "
-                f"generates while training goes on (got {self.engine}); set it to 0"
+                f"rollout.max_staleness={self.max_staleness} needs an engine that generates (got "
+                f"{self.engine}); set it to 0"
+            )
+        if self.engine != "embedded" and self.temperature_shift is not None:
+            raise ValueError(
+                "rollout.temperature_shift is of rollout.engine=embedded (got "
+                f"{self.engine}); remove it or change the engine"
             )
         if self.engine == "sglang" and not self.servers and not self.launch.replicas:
             raise ValueError(
@@ -196,16 +214,6 @@ class SamplingSection(Section):
                 "remove them"
             )
         return self
-
-
-class PrecisionSection(Section):
-    trainer: Literal["fp32", "bf16"] = "fp32"
-    """Compute type of the trainer; master weights and gradients are fp32 either way."""
-    rollout: Literal["fp32", "bf16", "fp8-block"] = "fp32"
-    """Type of the rollout engine's weights and activations. `fp8-block` (engine sglang): linear
-    layers in e4m3 with a scale per 128 x 128 block, the rest in bf16."""
-    rollout_kv_cache: Literal["auto", "fp8_e4m3", "fp8_e5m2"] = "auto"
-    """KV cache of SGLang servers; `auto`: as their activations."""
 
 
 def _url_problem(url: str) -> str | None:

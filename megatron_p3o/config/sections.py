@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from megatron_p3o.config.objectives import Objective, P3OObjective, ReferenceSection
-from megatron_p3o.config.rollout import PrecisionSection, RolloutSection, SamplingSection
+from megatron_p3o.config.precision import PrecisionSection
+from megatron_p3o.config.rollout import RolloutSection, SamplingSection
 from megatron_p3o.config.section import Section
 
 
@@ -53,7 +54,8 @@ class DataSection(Section):
     path: str | None = None
     """The prompt file, for jsonl and parquet."""
     generator: str | None = None
-    """For source generator: `arithmetic` or `module:function` giving (prompt, answer) items."""
+    """For source generator: `arithmetic`, `running_sums` or `module:function` giving
+    (prompt, answer) items."""
     generator_args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the generator."""
     prompt_field: str = "prompt"
@@ -309,6 +311,12 @@ class RunConfig(Section):
                 f"train.scoring=fused needs layout.pipeline=1 (got {self.layout.pipeline}), since "
                 "pipeline schedules interleave forward and backward; use train.scoring=separate"
             )
+        if (self.objective.name == "sft") != (self.rollout.engine == "answers"):
+            raise ValueError(
+                f"objective.name={self.objective.name} with rollout.engine={self.rollout.engine}: "
+                "sft trains on the data's own answers, and nothing else does; set both "
+                "objective.name=sft and rollout.engine=answers, or neither"
+            )
         group = self.train.samples_per_prompt
         if self.objective.advantage != "none" and group < 2:
             raise ValueError(
@@ -321,12 +329,13 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _sequences_fit(self) -> "RunConfig":
         """Packs and context shards against the longest sequence that can be sampled."""
-        multiple, budget = self.layout.sequence_multiple, self.train.max_tokens_per_microbatch
+        multiple, budget = self.sequence_multiple, self.train.max_tokens_per_microbatch
         if budget is not None and budget < multiple:
             raise ValueError(
                 f"train.max_tokens_per_microbatch={budget} must hold one sequence, which "
-                f"layout.context={self.layout.context} and layout.sequence_parallel pad to a "
-                f"multiple of {multiple} tokens; raise it to {multiple} or shrink layout.context"
+                f"layout.context={self.layout.context}, layout.sequence_parallel and "
+                f"precision.trainer={self.precision.trainer} pad to a multiple of {multiple} "
+                f"tokens; raise it to {multiple} or shrink layout.context"
             )
         if self.rollout.engine == "replay":  # its lengths are those of the recording
             return self
@@ -364,18 +373,35 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _served(self) -> "RunConfig":
-        """What only SGLang servers do, and what they do not."""
+        """What SGLang servers cannot do, and what FP8 parameters need."""
         precision = self.precision
         if self.rollout.engine == "sglang":
-            return self
-        for field in ("rollout", "rollout_kv_cache"):
-            value = getattr(precision, field)
-            if value.startswith("fp8") and self.rollout.engine == "embedded":
-                raise ValueError(
-                    f"precision.{field}={value} needs rollout.engine=sglang (got "
-                    f"{self.rollout.engine}); choose another engine or precision"
-                )
+            for field, default in (
+                ("rollout_activations", "quantized"),
+                ("rollout_format", "e4m3"),
+            ):
+                value = getattr(precision, field)
+                if value != default:
+                    raise ValueError(
+                        f"precision.{field}={value} is emulated by rollout.engine=embedded alone; "
+                        "SGLang's FP8 layers quantise activations in e4m3: remove it"
+                    )
+        if precision.fp8.param_gather and not self.optimizer.distributed:
+            raise ValueError(
+                "precision.fp8.param_gather=true keeps the exact weights in the distributed "
+                "optimizer and needs optimizer.distributed=true (got false); set it or remove "
+                "param_gather"
+            )
         return self
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Tokens of which every sequence, padding included, is a multiple: the layout's rule, and
+        that of FP8 kernels on each rank's part."""
+        layout = self.layout
+        sharded = layout.tensor if layout.sequence_parallel else 1
+        aligned = layout.context * sharded * self.precision.token_alignment
+        return math.lcm(layout.sequence_multiple, aligned)
 
     @property
     def reference_path(self) -> str:

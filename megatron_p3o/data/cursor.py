@@ -24,6 +24,12 @@ class DrawnPrompt:
         """`epoch-index`: a prompt id that is unique over the run, as repeats differ in epoch."""
         return f"{self.epoch}-{self.index}"
 
+    @classmethod
+    def from_key(cls, key: str) -> "DrawnPrompt":
+        """The draw with this key."""
+        epoch, _, index = key.partition("-")
+        return cls(index=int(index), epoch=int(epoch))
+
 
 class PromptCursor:
     """Draws prompts without replacement within an epoch, then goes on with the next epoch.

@@ -76,6 +76,11 @@ class PromptEncoder:
             )
         return tuple(ids)
 
+    def encode_answer(self, item: PromptItem, eos_token_id: int) -> tuple[int, ...]:
+        """Token ids of the item's answer and the token that ends a response."""
+        ids = self._tokenizer(item.answer, add_special_tokens=False)["input_ids"]
+        return (*ids, eos_token_id)
+
     def render(self, prompt: str) -> str:
         """The chat text of one user turn (after the configured system turn, if any) up to where
         the assistant's answer starts."""

@@ -1,14 +1,16 @@
-"""Prompts that are computed, not read: `arithmetic`, and functions of the user.
+"""Prompts that are computed, not read: `arithmetic`, `running_sums`, and functions of the user.
 
 A generator is a function that takes `data.generator_args` as keyword arguments and returns
 (prompt, answer) pairs, or dicts with the keys `data.prompt_field` and `data.answer_field`. It
 must be deterministic: the draw order and a resumed run refer to prompts by their position.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from operator import add, mul, sub
 from string import Formatter
+from types import MappingProxyType
 from typing import Any
 
 from megatron_p3o.data.user_code import check_keywords, import_function
@@ -47,8 +49,55 @@ def arithmetic(
     ]
 
 
+def running_sums(
+    *, num_prompts: int = 1000, num_terms: int = 4, max_term: int = 9, seed: int = 0
+) -> list[tuple[str, str]]:
+    """Sums of several terms, with every intermediate result in the answer.
+
+    `7+5-3+6=` has the answer `12=9=15`. No intermediate result is negative. A verifier of the last
+    integer sees the result alone; supervised training sees the steps too.
+
+    Args:
+        num_prompts: drawn with replacement.
+        num_terms: of each sum, at least 2.
+        max_term: greatest term; the least is 1.
+        seed: of the draw.
+
+    Returns:
+        (prompt, answer) pairs.
+
+    Raises:
+        ConfigurationError: an argument is no whole number in its range.
+    """
+    for name, value, least in (
+        ("num_prompts", num_prompts, 1),
+        ("num_terms", num_terms, 2),
+        ("max_term", max_term, 1),
+        ("seed", seed, 0),
+    ):
+        if type(value) is not int or not least <= value <= MAX_PROMPTS:
+            raise ConfigurationError(
+                f"data.generator_args.{name}={value!r} must be a whole number from {least} to "
+                f"{MAX_PROMPTS}; mend it"
+            )
+    generator = random.Random(seed)
+    return [_running_sum(generator, num_terms, max_term) for _ in range(num_prompts)]
+
+
+def _running_sum(generator: random.Random, num_terms: int, max_term: int) -> tuple[str, str]:
+    total = generator.randint(1, max_term)
+    prompt, results = str(total), []
+    for _ in range(num_terms - 1):
+        term = generator.randint(1, max_term)
+        subtracts = term <= total and generator.random() < 0.5
+        total += -term if subtracts else term
+        prompt += f"{'-' if subtracts else '+'}{term}"
+        results.append(str(total))
+    return f"{prompt}=", "=".join(results)
+
+
 def resolve_generator(name: str, arguments: Iterable[str] = ()) -> Callable[..., Iterable[Any]]:
-    """The generator `arithmetic`, or the function at the import path `module:function`.
+    """A built-in generator, or the function at the import path `module:function`.
 
     Args:
         name: `data.generator`.
@@ -57,17 +106,22 @@ def resolve_generator(name: str, arguments: Iterable[str] = ()) -> Callable[...,
     Raises:
         ConfigurationError: no such generator, or it does not take these arguments.
     """
-    if name == "arithmetic":
-        function: Callable[..., Iterable[Any]] = arithmetic
+    if name in _BUILT_IN:
+        function = _BUILT_IN[name]
     elif ":" in name:
         function = import_function(name, "data.generator")
     else:
         raise ConfigurationError(
-            f"data.generator={name!r} must be arithmetic or an import path module:function; "
-            "mend the name"
+            f"data.generator={name!r} must be {' or '.join(_BUILT_IN)}, or an import path "
+            "module:function; mend the name"
         )
     check_keywords(function, name, "data.generator", arguments)
     return function
+
+
+_BUILT_IN: Mapping[str, Callable[..., Iterable[Any]]] = MappingProxyType(
+    {"arithmetic": arithmetic, "running_sums": running_sums}
+)
 
 
 def _check_arithmetic(operations: Any, max_operand: Any, min_operand: Any, template: Any) -> None:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_p3o.parallel import fp8
 from megatron_p3o.parallel.setup import ParallelContext
 
 
@@ -71,7 +72,7 @@ class ShardGatherer:
         num_shards = dist.get_world_size(shard_group)
         in_stage = context.coordinates.pipeline == owner.stage
         if in_stage and owner.expert_rank in (None, context.expert_coordinates.expert):
-            local = self._parameters[name].detach().contiguous()
+            local = fp8.plain(self._parameters[name].detach()).contiguous()
             shards = [local]
             if num_shards > 1:
                 shards = [torch.empty_like(local) for _ in range(num_shards)]

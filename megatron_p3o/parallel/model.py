@@ -24,7 +24,8 @@ from torch import Tensor
 from megatron_p3o.architecture import ModelArchitecture, padded_vocab_size
 from megatron_p3o.config import RunConfig
 from megatron_p3o.errors import ConfigurationError
-from megatron_p3o.parallel import cpu
+from megatron_p3o.parallel import cpu, fp8
+from megatron_p3o.parallel.cpu_fp8 import Fp8Emulation
 from megatron_p3o.parallel.extra_norms import add_latent_key_norms, add_post_norms
 from megatron_p3o.parallel.setup import ParallelContext
 from megatron_p3o.parallel.transformer_config import make_transformer_config
@@ -54,6 +55,8 @@ class PolicyModel:
         self._first_expert = (
             context.expert_coordinates.expert * num_experts // context.layout.expert
         )
+        self.fp8_emulation = _emulate_fp8(modules, config, context.device)
+        """Of an FP8 trainer on the CPU."""
         self.chunks: list[Any]
         if frozen:  # no gradients, so no buffers for them either
             self.chunks = [module.requires_grad_(False) for module in modules]
@@ -66,6 +69,7 @@ class PolicyModel:
                     # Gradients travel while the rest of the backward pass computes.
                     overlap_grad_reduce=True,
                     use_distributed_optimizer=config.optimizer.distributed,
+                    **fp8.gather_fields(config.precision, context.device.type),
                 ),
                 module=module,
             )
@@ -116,8 +120,9 @@ def build_model(
     A frozen model only scores: it has no gradient buffers and cannot be trained.
 
     Raises:
-        ConfigurationError: the device has no attention kernel for the configuration.
+        ConfigurationError: the device has no kernels for the configuration.
     """
+    fp8.check_device(config.precision, context.device)
     _check_attention(architecture, context, config)
     transformer_config = make_transformer_config(architecture, context, config)
     num_chunks = context.layout.virtual_pipeline
@@ -182,8 +187,7 @@ def _check_attention(
             "Megatron's local layers cannot do; use layout.pipeline, layout.context or "
             "layout.expert"
         )
-    is_half = config.precision.trainer == "bf16"
-    if context.device.type == "cuda" and not is_half:
+    if context.device.type == "cuda" and config.precision.trainer == "fp32":
         for used, field in (
             (config.train.packing, "train.packing=true"),
             (context.layout.context > 1, f"layout.context={context.layout.context}"),
@@ -212,6 +216,16 @@ def _layer_spec(
     if architecture.has_post_norms:
         add_post_norms(spec, norm=spec.layer_norm)
     return spec
+
+
+def _emulate_fp8(
+    modules: Sequence[GPTModel], config: RunConfig, device: torch.device
+) -> Fp8Emulation | None:
+    if device.type != "cpu" or not config.precision.trainer_is_fp8:
+        return None
+    # Megatron numbers layers globally, from 1.
+    layers = {layer.layer_number - 1: layer for m in modules for layer in m.decoder.layers}
+    return Fp8Emulation(layers, modules[0].config.num_layers, config.precision)
 
 
 def _rope(architecture: ModelArchitecture) -> dict[str, Any]:

@@ -51,6 +51,7 @@ class PolicyOptimizer:
                 bf16=model.config.bf16,
                 params_dtype=model.config.params_dtype,
                 use_distributed_optimizer=section.distributed,
+                fp8_recipe=model.config.fp8_recipe if model.config.fp8 else None,
             ),
             model.chunks,
         )

@@ -9,10 +9,8 @@ from torch import Tensor
 
 from megatron_p3o.architecture import MlaArchitecture, ModelArchitecture
 from megatron_p3o.config import LayoutSection, RunConfig
-from megatron_p3o.parallel import cpu
+from megatron_p3o.parallel import cpu, fp8
 from megatron_p3o.parallel.setup import ParallelContext
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def make_transformer_config(
@@ -23,7 +21,7 @@ def make_transformer_config(
         **_architecture_fields(architecture),
         **_layout_fields(config.layout),
         **_moe_fields(architecture, context, config),
-        **_training_fields(config),
+        **_training_fields(config, context.device.type),
     }
     if context.device.type == "cpu":
         fields |= cpu.transformer_config_overrides()
@@ -140,11 +138,12 @@ def _moe_fields(
         "moe_aux_loss_coeff": coefficient,
         "expert_model_parallel_size": config.layout.expert,
         "expert_tensor_parallel_size": config.layout.expert_tensor,
+        **fp8.moe_fields(config.precision, context.device.type),
     }
 
 
-def _training_fields(config: RunConfig) -> dict[str, Any]:
-    dtype = _DTYPES[config.precision.trainer]
+def _training_fields(config: RunConfig, device_type: str) -> dict[str, Any]:
+    dtype = fp8.parameter_dtype(config.precision, device_type)
     fields: dict[str, Any] = {
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -152,6 +151,7 @@ def _training_fields(config: RunConfig) -> dict[str, Any]:
         "attention_softmax_in_fp32": True,
         # The loss returns a sum and a token count; Megatron divides once per optimizer step.
         "calculate_per_token_loss": True,
+        **fp8.transformer_fields(config.precision, device_type),
     }
     if config.train.recompute == "full":
         fields |= {

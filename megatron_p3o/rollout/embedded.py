@@ -5,7 +5,7 @@ samples; sequences that end leave the batch. Sampling and log-probs follow the c
 engine: p = softmax(logits / temperature), log-probs of that same p.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,8 +14,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from megatron_p3o.config import SamplingSection
+from megatron_p3o.config import SamplingSection, TemperatureShiftSection
 from megatron_p3o.errors import NonFiniteError, RunError
+from megatron_p3o.rollout.emulation import EXACT, ServedNumerics, round_inputs
 from megatron_p3o.rollout.engine import Generation, GenerationRequest
 from megatron_p3o.rollout.noise import SampleNoise, invert_cdf
 from megatron_p3o.rollout.routers import RouterRecorder
@@ -52,6 +53,9 @@ class EmbeddedEngine:
         device: torch.device,
         eos_token_ids: tuple[int, ...],
         report_experts: bool = False,
+        numerics: ServedNumerics = EXACT,
+        fp8_weights: Set[str] = frozenset(),
+        shift: TemperatureShiftSection | None = None,
     ) -> None:
         """Build the model without weights; `update_weights` must come before `generate`.
 
@@ -64,6 +68,9 @@ class EmbeddedEngine:
             device: where the model lives.
             eos_token_ids: tokens that end a response.
             report_experts: give every generation's `routed_experts`.
+            numerics: what is rounded as a server would.
+            fp8_weights: checkpoint names of the weights that servers hold in FP8.
+            shift: draw at another temperature than that of `sampling`.
         """
         config = AutoConfig.from_pretrained(model_dir)
         self._model = (
@@ -73,7 +80,11 @@ class EmbeddedEngine:
         )
         self._parameters = _by_checkpoint_name(self._model)
         self._routers = RouterRecorder(self._model) if report_experts else None
+        self._numerics = numerics
+        self._rounded = fp8_weights if numerics.number_format is not None else frozenset()
+        round_inputs(self._model, self._rounded, numerics)
         self._sampling = sampling
+        self._shift = shift
         self._seed = seed
         self._batch_size = batch_size
         self._device = device
@@ -93,6 +104,8 @@ class EmbeddedEngine:
                     f"weights of version {version}: {name} {tuple(tensor.shape)} does not fit the "
                     f"rollout model, which has {expected}"
                 )
+            if name in self._rounded:
+                tensor = self._numerics.weight(tensor.detach())
             parameter.copy_(tensor)
             missing.discard(name)
         if missing:
@@ -118,9 +131,8 @@ class EmbeddedEngine:
                 part = batch_rows[start : start + self._batch_size]
                 prompts_B = torch.tensor([index for index, _ in part], device=self._device)
                 part_rows = [row for _, row in part]
-                self._decode(
-                    part_rows, _select(cache, prompts_B), mask_PL[prompts_B], logits_PV[prompts_B]
-                )
+                part_cache = self._select(cache, prompts_B)
+                self._decode(part_rows, part_cache, mask_PL[prompts_B], logits_PV[prompts_B])
                 rows += part_rows
         return [self._generation(row) for row in rows]
 
@@ -156,7 +168,7 @@ class EmbeddedEngine:
             input_ids[row, length - len(request.prompt_ids) :] = torch.tensor(request.prompt_ids)
             mask[row, length - len(request.prompt_ids) :] = 1
         input_ids, mask = input_ids.to(self._device), mask.to(self._device)
-        cache = DynamicCache(config=self._model.config)
+        cache = self._numerics.new_cache(config=self._model.config)
         logits_PV = self._forward(input_ids, mask, cache)
         return cache, mask, logits_PV
 
@@ -173,7 +185,7 @@ class EmbeddedEngine:
                 rows = [rows[i] for i in going_on]
                 tokens = [tokens[i] for i in going_on]
                 keep_B = torch.tensor(going_on, device=self._device)
-                cache, mask_BL = _select(cache, keep_B), mask_BL[keep_B]
+                cache, mask_BL = self._select(cache, keep_B), mask_BL[keep_B]
             mask_BL = torch.cat([mask_BL, mask_BL.new_ones(len(rows), 1)], dim=1)
             input_ids = torch.tensor(tokens, device=self._device)[:, None]
             logits_BV = self._forward(input_ids, mask_BL, cache)
@@ -188,6 +200,15 @@ class EmbeddedEngine:
             # A prompt is padded on the left; a sampled token is alone.
             num_tokens = 1 if row.experts else len(row.request.prompt_ids)
             row.experts.append(experts_BLMK[place, -num_tokens:])
+
+    def _select(self, cache: DynamicCache, rows_B: Tensor) -> DynamicCache:
+        """A cache of the given rows, in that order, each as often as it is named."""
+        selected = self._numerics.new_cache()
+        for index, layer in enumerate(cache.layers):
+            assert isinstance(layer, DynamicLayer)
+            assert layer.keys is not None and layer.values is not None
+            selected.update(layer.keys[rows_B], layer.values[rows_B], index)
+        return selected
 
     def _forward(self, input_ids: Tensor, mask_BL: Tensor, cache: DynamicCache) -> Tensor:
         """Logits of the last position; the cache grows by the input."""
@@ -206,15 +227,17 @@ class EmbeddedEngine:
 
     def _sample(self, rows: list[_Row], position: int, logits_BV: Tensor) -> list[int]:
         """Draw one token per row and note it with its log-prob."""
-        z_BV = logits_BV.float() / self._sampling.temperature
-        z_BV -= z_BV.amax(dim=1, keepdim=True)
-        cdf_BV = z_BV.exp().cumsum(dim=1, dtype=torch.float64)
+        z_BV, cdf_BV = _distribution(
+            logits_BV, self._shift.sampled_at if self._shift else self._sampling.temperature
+        )
         uniform_B = torch.tensor(
             [row.noise.uniform(position) for row in rows],
             dtype=torch.float64,
             device=self._device,
         )
         tokens_B = invert_cdf(cdf_BV, uniform_B)
+        if self._shift is not None and self._shift.logprobs == "assumed":
+            z_BV, cdf_BV = _distribution(logits_BV, self._sampling.temperature)
         # The float64 total is also a more accurate normaliser than an fp32 log-softmax has.
         logp_B = z_BV.gather(1, tokens_B[:, None]).squeeze(1) - cdf_BV[:, -1].log()
         picked, tokens = logp_B.float().tolist(), tokens_B.tolist()
@@ -246,6 +269,13 @@ class EmbeddedEngine:
         )
 
 
+def _distribution(logits_BV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """[B, V] logits / temperature, the largest of a row at 0; cumulated exponentials, float64."""
+    z_BV = logits_BV.float() / temperature
+    z_BV -= z_BV.amax(dim=1, keepdim=True)
+    return z_BV, z_BV.exp().cumsum(dim=1, dtype=torch.float64)
+
+
 def _by_checkpoint_name(model: PreTrainedModel) -> dict[str, Tensor]:
     """Weights, or views of them, by the names of a Hugging Face checkpoint.
 
@@ -272,13 +302,3 @@ def _by_checkpoint_name(model: PreTrainedModel) -> dict[str, Tensor]:
         else:
             named[name] = tensor
     return named
-
-
-def _select(cache: DynamicCache, rows_B: Tensor) -> DynamicCache:
-    """A cache of the given rows, in that order, each as often as it is named."""
-    selected = DynamicCache()
-    for index, layer in enumerate(cache.layers):
-        assert isinstance(layer, DynamicLayer)
-        assert layer.keys is not None and layer.values is not None
-        selected.update(layer.keys[rows_B], layer.values[rows_B], index)
-    return selected

@@ -100,7 +100,7 @@ class Policy:
             shard=SequenceShard(
                 rank=self.context.coordinates.context,
                 size=self.context.layout.context,
-                multiple=self.config.layout.sequence_multiple,
+                multiple=self.config.sequence_multiple,
             ),
             packing=None
             if max_tokens is None
@@ -128,6 +128,12 @@ class Policy:
         self, microbatches: Sequence[Microbatch], scores: Sequence[MicrobatchScore]
     ) -> StepTrust:
         """Exact ESS of the step; see `measure_trust`."""
+        if self.config.objective.name == "sft":
+            # Answers come from no policy: the ratios are those to the trainer itself, 1.
+            microbatches = [
+                replace(m, rollout_logprobs=m.proximal(s.logprobs))
+                for m, s in zip(microbatches, scores, strict=False)
+            ] or microbatches
         return measure_trust(
             microbatches,
             scores,
@@ -169,6 +175,8 @@ class Policy:
 
     def _step(self, results: Sequence[MicrobatchResult], trust: StepTrust) -> dict[str, Metric]:
         outcome = self.optimizer.step()
+        if self.model.fp8_emulation is not None:
+            self.model.fp8_emulation.advance((self.context.tensor_group, self.context.data_group))
         self.weight_version += 1
         return {
             **trust.metrics,

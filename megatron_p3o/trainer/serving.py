@@ -63,7 +63,7 @@ def cluster_rollouts(
             server_set = managed_servers(flags)
         return Cluster(server_set, rollout, options, api_key=api_key, on_event=on_event)
 
-    model = published_model(config, inputs.architecture)
+    model = published_model(config, inputs.architecture, device_type=context.device.type)
     return ClusterRollouts(
         config,
         context,

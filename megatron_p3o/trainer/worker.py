@@ -14,17 +14,18 @@ from megatron_p3o.parallel.checkpoint import CheckpointStore
 from megatron_p3o.parallel.layout import ParallelLayout
 from megatron_p3o.parallel.setup import ParallelContext, initialize, shut_down
 from megatron_p3o.preflight import RunInputs, check_run
-from megatron_p3o.rollout import EmbeddedEngine, ReplayRollouts, SampleRecorder
+from megatron_p3o.rollout import ReplayRollouts, RolloutEngine, SampleRecorder
 from megatron_p3o.run_dir import RunDir, replace_text
+from megatron_p3o.trainer.ahead import AheadRollouts
+from megatron_p3o.trainer.answers import answer_engine
 from megatron_p3o.trainer.display import ConsoleDisplay, SilentDisplay, log_lines
 from megatron_p3o.trainer.experience import GeneratedRollouts, RecordedRollouts, RolloutSource
 from megatron_p3o.trainer.loop import Observers, train
 from megatron_p3o.trainer.metrics import JsonlSink, MetricSink, TensorBoardSink
 from megatron_p3o.trainer.policy import Policy
 from megatron_p3o.trainer.report import report
+from megatron_p3o.trainer.served_model import embedded_engine
 from megatron_p3o.trainer.serving import cluster_rollouts
-
-_ROLLOUT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def run_rank(config: RunConfig, *, resume: bool) -> None:
@@ -86,7 +87,7 @@ def _rollout_source(
     config: RunConfig, inputs: RunInputs, context: ParallelContext, run_dir: RunDir
 ) -> RolloutSource:
     if inputs.prompts is None:
-        budget, multiple = config.train.max_tokens_per_microbatch, config.layout.sequence_multiple
+        budget, multiple = config.train.max_tokens_per_microbatch, config.sequence_multiple
         return RecordedRollouts(
             ReplayRollouts(
                 Path(str(config.rollout.replay_path)),
@@ -104,19 +105,15 @@ def _rollout_source(
         ) from error
     if config.rollout.engine == "sglang":
         return cluster_rollouts(config, inputs, context, run_dir, tokenizer)
-    engine = EmbeddedEngine(
-        Path(config.model.path),
-        sampling=config.sampling,
-        seed=config.run.seed,
-        batch_size=config.rollout.batch_size,
-        dtype=_ROLLOUT_DTYPES[config.precision.rollout],
-        device=context.device,
-        eos_token_ids=inputs.architecture.eos_token_ids,
-        report_experts=config.model.router_replay,
-    )
-    return GeneratedRollouts(
+    if config.rollout.engine == "answers":
+        engine: RolloutEngine = answer_engine(config, inputs, tokenizer)
+    else:
+        engine = embedded_engine(config, inputs.architecture, context.device)
+    rollouts = GeneratedRollouts(
         config, context, engine=engine, prompts=inputs.prompts, tokenizer=tokenizer
     )
+    ahead = config.rollout.max_staleness
+    return AheadRollouts(rollouts, ahead=ahead, num_steps=config.train.steps) if ahead else rollouts
 
 
 def _restore(policy: Policy, rollouts: RolloutSource, checkpoints: CheckpointStore) -> int:

@@ -21,17 +21,13 @@ layout.
 import torch
 from torch import Tensor
 
+from megatron_p3o.numerics import num_blocks, to_blocks
+
 BLOCK = (128, 128)
 E4M3_MAX = 448.0
 
 # Rows of blocks handled at once; bounds the float32 copy of a large weight.
 _BAND_BLOCKS = 8
-
-
-def num_blocks(shape: tuple[int, ...], block: tuple[int, int] = BLOCK) -> tuple[int, int]:
-    """Shape of the scales of a weight of shape [out, in]."""
-    rows, columns = shape
-    return -(-rows // block[0]), -(-columns // block[1])
 
 
 def quantize_blockwise(weight: Tensor, block: tuple[int, int] = BLOCK) -> tuple[Tensor, Tensor]:
@@ -55,7 +51,7 @@ def quantize_blockwise(weight: Tensor, block: tuple[int, int] = BLOCK) -> tuple[
     band_rows = block[0] * _BAND_BLOCKS
     for start in range(0, len(weight), band_rows):
         rows = weight[start : start + band_rows].float()
-        blocks = _to_blocks(rows, block)
+        blocks = to_blocks(rows, block)
         largest = blocks.abs().amax(dim=(1, 3))
         if not torch.isfinite(largest).all():
             raise ValueError("a weight with NaN or infinity cannot be quantised; repair it first")
@@ -102,20 +98,11 @@ def dequantize_blockwise(
         rows = quantized[start : start + band_rows].float()
         first = start // block[0]
         scale = scale_inv[first : first + _BAND_BLOCKS].float()
-        blocks = _to_blocks(rows, block) * scale[:, None, :, None]
+        blocks = to_blocks(rows, block) * scale[:, None, :, None]
         weight[start : start + band_rows] = blocks.flatten(2, 3).flatten(0, 1)[
             : len(rows), : rows.shape[1]
         ]
     return weight
-
-
-def _to_blocks(rows: Tensor, block: tuple[int, int]) -> Tensor:
-    """[out, in] as [block rows, rows, block columns, columns], with zeros at the edges."""
-    num_rows, num_columns = num_blocks(tuple(rows.shape), block)
-    missing = (num_rows * block[0] - rows.shape[0], num_columns * block[1] - rows.shape[1])
-    if any(missing):
-        rows = torch.nn.functional.pad(rows, (0, missing[1], 0, missing[0]))
-    return rows.reshape(num_rows, block[0], num_columns, block[1])
 
 
 def _check_matrix(weight: Tensor) -> None:

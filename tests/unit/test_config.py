@@ -127,7 +127,7 @@ def test_unknown_fields_are_refused_by_their_full_name(field: str, value: Any) -
         ("data.source", "csv", "'jsonl', 'parquet' or 'generator'"),
         ("data.reward.max_failure_fraction", 1.5, "less than or equal to 1"),
         ("objective.cap", "clip", "'ess', 'none' or 'constant'"),
-        ("precision.trainer", "fp8", "'fp32' or 'bf16'"),
+        ("precision.trainer", "fp8", "'fp8-blockwise' or 'fp8-mxfp8'"),
         ("rollout.max_staleness", -1, "greater than or equal to 0"),
     ],
 )

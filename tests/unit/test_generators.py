@@ -130,7 +130,7 @@ def test_user_generator_that_gives_something_else(
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("fibonacci", "must be arithmetic or an import path"),
+        ("fibonacci", "must be arithmetic or running_sums, or an import path"),
         ("my_generators:", "must be module:function"),
         ("no_such_module:f", "module 'no_such_module' cannot be imported .*No module named"),
         ("broken_module:f", "cannot be imported .ZeroDivisionError"),

@@ -10,12 +10,13 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "megatron_p3o"
 # What a part may import of ours, besides itself.
-LEAVES = {"types", "config", "errors", "architecture", "model_files", "parent"}
+LEAVES = {"types", "config", "errors", "architecture", "model_files", "parent", "numerics"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "parent": set(),
     "api_key": {"config", "errors"},
     "types": set(),
+    "numerics": set(),
     "config": {"errors"},
     "model_files": {"errors"},
     "architecture": {"errors", "model_files"},
@@ -26,7 +27,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": LEAVES,
     "run_dir": LEAVES,
     "splitting": {"architecture", "config", "errors"},
-    "preflight": LEAVES | {"api_key", "data", "run_dir", "splitting"},
+    "fp8_shapes": {"architecture", "config", "errors"},
+    "preflight": LEAVES | {"api_key", "data", "fp8_shapes", "run_dir", "splitting"},
     "trainer": LEAVES
     | {"algorithms", "weights", "rollout", "parallel", "data", "run_dir", "preflight", "api_key"},
     "cli": LEAVES | {"preflight", "trainer", "weights"},
@@ -37,6 +39,7 @@ WITHOUT_TORCH = (
     "config",
     "model_files",
     "splitting",
+    "fp8_shapes",
     "run_dir",
     "data",
     "preflight",

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_p3o.numerics import num_blocks
 from megatron_p3o.weights.families import ParamRow
-from megatron_p3o.weights.quantize import BLOCK, num_blocks
+from megatron_p3o.weights.quantize import BLOCK
 from megatron_p3o.weights.resharding.files import OutputFile, TensorSlot, num_bytes
 from megatron_p3o.weights.resharding.hf_source import DTYPES, SCALE_SUFFIX
 from megatron_p3o.weights.resharding.values import BlockQuantized, RowValue
@@ -125,7 +126,7 @@ class HfSink:
         for name, shape in (*row.hf.items(), *copies.items()):
             planned = [(name, dtype, shape)]
             if dtype is torch.float8_e4m3fn:
-                planned.append((name + SCALE_SUFFIX, torch.float32, num_blocks(shape)))
+                planned.append((name + SCALE_SUFFIX, torch.float32, num_blocks(shape, BLOCK)))
             size = sum(num_bytes(shape, dtype) for _, dtype, shape in planned)
             if self._shards[-1].tensors and self._shards[-1].nbytes + size > max_shard_bytes:
                 self._shards.append(_Shard())

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from megatron_p3o.errors import InputError
 from megatron_p3o.model_files import read_weight_headers
+from megatron_p3o.numerics import num_blocks
 from megatron_p3o.weights.families import ParamRow, param_rows
-from megatron_p3o.weights.quantize import BLOCK, num_blocks
+from megatron_p3o.weights.quantize import BLOCK
 from megatron_p3o.weights.resharding.describe import describe_model, read_config
 from megatron_p3o.weights.resharding.files import StoredTensor
 from megatron_p3o.weights.resharding.values import BlockQuantized, HfTensor, RowValue, same_bits
@@ -125,7 +126,7 @@ class HfSource:
         """A tensor that is in no row: a scale, a copy, or one that would be lost."""
         weight = name.removesuffix(SCALE_SUFFIX)
         if name.endswith(SCALE_SUFFIX) and weight in expected:
-            shape = num_blocks(expected[weight])
+            shape = num_blocks(expected[weight], BLOCK)
             if self._tensors[weight].dtype is not torch.float8_e4m3fn:
                 raise self._error(f"{name} scales {weight}, which is not FP8; copy the model again")
             if self._tensors[name].shape != shape:
