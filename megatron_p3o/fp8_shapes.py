@@ -11,16 +11,13 @@ from megatron_p3o.errors import ConfigurationError
 _KERNEL_MULTIPLE = 16
 _BLOCKS: Mapping[str, int] = {"fp8-blockwise": 128, "fp8-mxfp8": 32}
 _SERVED_BLOCK = 128
-# Those whose loaders SGLang's flash_rl format knows.
-_FP8_TENSOR_FAMILIES = ("qwen2", "qwen3")
 
 
 def check_fp8(architecture: ModelArchitecture, config: RunConfig) -> None:
     """Check an FP8 trainer, and an FP8 rollout on servers that are started by the run.
 
     Raises:
-        ConfigurationError: a shard is no multiple of what FP8 needs, or SGLang cannot serve the
-            model in the configured FP8.
+        ConfigurationError: a rank's share of a matrix is no multiple of what FP8 needs.
     """
     precision, layout = config.precision, config.layout
     sizes = {"tensor": layout.tensor, "expert_tensor": layout.expert_tensor}
@@ -34,23 +31,11 @@ def check_fp8(architecture: ModelArchitecture, config: RunConfig) -> None:
             if size > 1 and precision.trainer in _BLOCKS:
                 # Blocks that cross shards would make results depend on the layout.
                 _check(dimensions, size, _BLOCKS[precision.trainer], field, where)
-    if config.rollout.engine == "sglang" and precision.rollout_is_fp8:
-        _check_served(architecture, config)
-
-
-def _check_served(architecture: ModelArchitecture, config: RunConfig) -> None:
     size = config.rollout.launch.tensor_parallel_size
-    where = f"precision.rollout={config.precision.rollout}"
-    if config.precision.rollout == "fp8-tensor":
-        if architecture.family not in _FP8_TENSOR_FAMILIES:
-            raise ConfigurationError(
-                f"{where} on SGLang is for {' and '.join(_FP8_TENSOR_FAMILIES)} models, the only "
-                "ones that it takes weight updates for in this format (got "
-                f"{architecture.family}); use fp8-block"
-            )
-    elif config.rollout.launch.replicas and size > 1:
+    if config.rollout.engine == "sglang" and precision.rollout_is_fp8 and size > 1:
         for dimensions in _sharded(architecture).values():
             field = f"rollout.launch.tensor_parallel_size={size}"
+            where = f"precision.rollout={precision.rollout}"
             _check(dimensions, size, _SERVED_BLOCK, field, where)
 
 

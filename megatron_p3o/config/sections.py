@@ -376,6 +376,12 @@ class RunConfig(Section):
         """What SGLang servers cannot do, and what FP8 parameters need."""
         precision = self.precision
         if self.rollout.engine == "sglang":
+            if precision.rollout == "fp8-tensor":
+                raise ValueError(
+                    "precision.rollout=fp8-tensor is emulated by rollout.engine=embedded alone: "
+                    "SGLang transposes weights with one scale after loading them and then takes "
+                    "no updates; use fp8-block"
+                )
             for field, default in (
                 ("rollout_activations", "quantized"),
                 ("rollout_format", "e4m3"),

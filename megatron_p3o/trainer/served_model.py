@@ -19,8 +19,6 @@ _SERVED = {
     "bf16": ServedFormat(dtype=torch.bfloat16),
     # What is not FP8 stays as the trainer holds it: a server casts it to its own dtype.
     "fp8-block": ServedFormat(fp8=True),
-    # Servers make their own FP8 weights of it.
-    "fp8-tensor": ServedFormat(dtype=torch.bfloat16),
 }
 
 

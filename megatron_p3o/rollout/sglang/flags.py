@@ -25,11 +25,7 @@ _CPU_WORDS = (
     "--sleep-on-idle",  # leave the cores to others that share them
 )
 _CPU_KV_TOKENS_PER_REQUEST_LIMIT = 65536
-_DTYPES = {"fp32": "float32"}
-_DTYPE_BESIDE_FP8 = "bfloat16"
-# SGLang's loader that rounds published bf16 weights into FP8 parameters in place; its ordinary one
-# transposes FP8 weights after the first load and takes no later ones.
-_FP8_TENSOR_WORDS = ("--quantization", "fp8", "--load-format", "flash_rl")
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp8-block": "bfloat16"}
 # A sequence may not fill the context to its last token.
 _CONTEXT_SLACK = 8
 _RANK_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "GROUP_", "ROLE_", "P3O_")
@@ -93,8 +89,6 @@ class ServerFlags:
             *("--random-seed", str(self._seed(replica, num_starts))),
             *("--weight-version", UNPUBLISHED, "--skip-tokenizer-init"),
         ]
-        if config.precision.rollout == "fp8-tensor":
-            words += _FP8_TENSOR_WORDS
         if config.precision.rollout_kv_cache != "auto":
             words += ["--kv-cache-dtype", config.precision.rollout_kv_cache]
         if config.rollout.interrupt == "in_place" and config.rollout.max_staleness:
@@ -141,9 +135,7 @@ class ServerFlags:
     def _dtype(self) -> str:
         # bf16 arithmetic is slow on CPUs, and FP8 is emulated in fp32 there.
         is_fp8_on_cpu = self.device_type == "cpu" and self.config.precision.rollout == "fp8-block"
-        if is_fp8_on_cpu:
-            return "float32"
-        return _DTYPES.get(self.config.precision.rollout, _DTYPE_BESIDE_FP8)
+        return "float32" if is_fp8_on_cpu else _DTYPES[self.config.precision.rollout]
 
     def _context_length(self) -> int:
         """What the longest sample needs, not what the model could do."""
