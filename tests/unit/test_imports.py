@@ -96,3 +96,18 @@ def test_configuration_and_checks_load_without_torch() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
     assert result.stdout.strip() == "[]"
+
+
+def test_every_test_file_is_collected() -> None:
+    root = PACKAGE.parent
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "tests", "--collect-only", "-q"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    collected = {line.partition(":")[0] for line in result.stdout.splitlines()}
+    files = {str(path.relative_to(root)) for path in (root / "tests").rglob("test_*.py")}
+    assert files - collected == set()

@@ -204,6 +204,8 @@ class ServerControl:
         """Load a model directory that the server can read at this path."""
         body = {
             "model_path": model_dir,
+            # Else that of the server's start, which for FP8 blocks reads no files.
+            "load_format": "auto",
             "flush_cache": flush_cache,
             "weight_version": version,
         }
