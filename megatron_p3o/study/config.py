@@ -1,17 +1,17 @@
 """STUDY.yaml: which runs make up a study, and how its report judges them.
 
-    study:
-      dir: runs/fp8_study
-      base: run.yaml
-      seeds: [0, 1, 2]
-    grids:
-      - axes:
-          objective:
-            p3o: {objective.name: p3o}
-            grpo: {objective.name: grpo, objective.clip_high: 0.28}
-          serving:
-            exact: {precision.rollout: fp32}
-            half: {precision.rollout: bf16}
+study:
+  dir: runs/fp8_study
+  base: run.yaml
+  seeds: [0, 1, 2]
+grids:
+  - axes:
+      objective:
+        p3o: {objective.name: p3o}
+        grpo: {objective.name: grpo, objective.clip_high: 0.28}
+      serving:
+        exact: {precision.rollout: fp32}
+        half: {precision.rollout: bf16}
 """
 
 import json

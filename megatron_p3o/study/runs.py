@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,22 @@ from megatron_p3o.errors import ConfigurationError, InputError
 from megatron_p3o.run_dir import RunDir
 from megatron_p3o.study.arms import arm_name, list_arms
 from megatron_p3o.study.config import StudyConfig, flatten, load_study
-from megatron_p3o.study.status import Ended, read_status
+from megatron_p3o.study.status import Attempt, read_status
 
 STUDY_FILE = "study.yaml"
+_ABSENT = "-"
 # Fields that say where a run ran, not what it computed.
-_ELSEWHERE = ("run.", "checkpoint.", "model.path", "data.path")
+_ELSEWHERE = (
+    "run.",
+    "checkpoint.",
+    "rollout.servers",
+    "rollout.router",
+    "rollout.launch.",
+    "rollout.api_key",
+    "rollout.publish.directory",
+)
+# Paths of which only the last part can tell runs apart.
+_PATHS = ("model.path", "data.path")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,8 +49,8 @@ class Run:
     """config.yaml."""
     records: Mapping[int, Mapping[str, Any]]
     """Step -> its line of metrics.jsonl, in step order."""
-    ended: Ended | None = None
-    """How its last attempt ended, where the study's status says so."""
+    attempt: Attempt | None = None
+    """Its last attempt, where the study's status has one."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -64,15 +75,10 @@ class Run:
     @property
     def is_nonfinite(self) -> bool:
         """Whether the run stopped before its end at a NaN or infinity."""
-        return not self.is_complete and self.ended is not None and self.ended.is_nonfinite
+        return not self.is_complete and self.attempt is not None and self.attempt.is_nonfinite
 
     def series(self, metric: str) -> dict[int, float]:
-        """Step -> value, for the steps whose value is there and finite."""
-        return {
-            step: float(record[metric])
-            for step, record in self.records.items()
-            if _is_finite(record.get(metric))
-        }
+        return curve(self.records, metric)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +118,7 @@ def read_run(
     *,
     name: str,
     labels: Mapping[str, str] | None = None,
-    ended: Ended | None = None,
+    attempt: Attempt | None = None,
 ) -> Run:
     """Read one run dir.
 
@@ -130,7 +136,7 @@ def read_run(
         seed=seed if isinstance(seed, int) else None,
         tree=tree,
         records=records,
-        ended=ended,
+        attempt=attempt,
         notes=(*config_notes, *notes),
     )
 
@@ -170,6 +176,15 @@ def read_records(path: Path) -> tuple[dict[int, dict[str, Any]], list[str]]:
     return ordered, notes
 
 
+def curve(records: Mapping[int, Mapping[str, Any]], metric: str) -> dict[int, float]:
+    """Step -> value, for the steps whose value is there and finite."""
+    return {
+        step: float(record[metric])
+        for step, record in records.items()
+        if _is_finite(record.get(metric))
+    }
+
+
 def has_all_steps(records: Mapping[int, Mapping[str, Any]], steps: int) -> bool:
     """Whether a run of so many steps has reached its end."""
     return bool(records) and max(records) + 1 >= steps
@@ -197,14 +212,12 @@ def _study_runs(directory: Path, study: StudyConfig) -> RunSet:
             root = directory / name
             expected.add(root)
             if RunDir(root).config.is_file() and RunDir(root).metrics.is_file():
-                ended = status.get((arm.name, seed))
-                runs.append(read_run(root, name=name, labels=arm.labels, ended=ended))
+                attempt = status.get((arm.name, seed))
+                runs.append(read_run(root, name=name, labels=arm.labels, attempt=attempt))
             else:
                 missing.append(name)
     others = [
-        str(root.relative_to(directory))
-        for root in _run_dirs(directory)
-        if root not in expected
+        str(root.relative_to(directory)) for root in _run_dirs(directory) if root not in expected
     ]
     notes = [f"{STUDY_FILE} does not name {name}; it was left out" for name in others]
     if not runs:
@@ -231,21 +244,11 @@ def _any_runs(directory: Path, notes: tuple[str, ...]) -> RunSet:
     names = [str(root.relative_to(directory)) for root in roots]
     runs = [read_run(root, name=name) for root, name in zip(roots, names, strict=True)]
     labels = labels_from_fields([run.tree for run in runs])
-    labelled = [
-        Run(
-            name=run.name,
-            labels=own,
-            seed=run.seed,
-            tree=run.tree,
-            records=run.records,
-            notes=run.notes,
-        )
-        for run, own in zip(runs, labels, strict=True)
-    ]
+    labelled = tuple(replace(run, labels=own) for run, own in zip(runs, labels, strict=True))
     settings = {
-        axis: sorted({run.labels[axis] for run in labelled}) for axis in (labels[0] if labels else ())
+        axis: sorted({run.labels[axis] for run in labelled}, key=_natural) for axis in labels[0]
     }
-    return RunSet(runs=tuple(labelled), notes=notes, settings=settings)
+    return RunSet(runs=labelled, notes=notes, settings=settings)
 
 
 def labels_from_fields(trees: list[Mapping[str, Any]]) -> list[dict[str, str]]:
@@ -253,7 +256,7 @@ def labels_from_fields(trees: list[Mapping[str, Any]]) -> list[dict[str, str]]:
 
     A field of the objective that only follows from its name is no label.
     """
-    flat = [dict(flatten(tree)) for tree in trees]
+    flat = [{name: _label(name, value) for name, value in flatten(tree)} for tree in trees]
     fields = dict.fromkeys(
         name for values in flat for name in values if not name.startswith(_ELSEWHERE)
     )
@@ -263,10 +266,10 @@ def labels_from_fields(trees: list[Mapping[str, Any]]) -> list[dict[str, str]]:
         for values in flat:
             owner = name.startswith("objective.") and name != "objective.name"
             group = str(values.get("objective.name")) if owner else ""
-            seen.setdefault(group, set()).add(_label(values.get(name)))
+            seen.setdefault(group, set()).add(values.get(name, _ABSENT))
         if any(len(values) > 1 for values in seen.values()):
             axes.append(name)
-    return [{name: _label(values.get(name)) for name in axes} for values in flat]
+    return [{name: values.get(name, _ABSENT) for name in axes} for values in flat]
 
 
 def _run_dirs(directory: Path) -> Iterator[Path]:
@@ -306,5 +309,15 @@ def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _label(value: Any) -> str:
-    return "-" if value is None else str(value)
+def _label(field: str, value: Any) -> str:
+    if value is None:
+        return _ABSENT
+    return Path(str(value)).name if field in _PATHS else str(value)
+
+
+def _natural(text: str) -> tuple[float, str]:
+    """Numbers by size, before words."""
+    try:
+        return float(text), text
+    except ValueError:
+        return math.inf, text

@@ -1,4 +1,4 @@
-"""<study.dir>/status.jsonl: how every run that the study started has ended, one line each time."""
+"""<study.dir>/status.jsonl: a line when the study starts a run, and one when that run has ended."""
 
 import json
 import re
@@ -13,20 +13,24 @@ _NONFINITE = re.compile(r"non-finite|\bnan\b|\binf\b|\binfinit|\bunderflow", re.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ended:
-    """How a run ended.
+class Attempt:
+    """One start of a run, and how it ended.
 
     Example:
-        Ended(arm="grpo__exact", seed=0, exit_code=1, seconds=12.5, message="p3o: ...")
+        Attempt(arm="grpo__exact", seed=0, exit_code=1, seconds=12.5, message="p3o: ...")
     """
 
     arm: str
     seed: int
-    exit_code: int
-    """0 when the run has all its steps."""
+    exit_code: int | None
+    """0 when the run has all its steps; None when it has not ended, or was interrupted."""
     seconds: float
     message: str
     """The last words of a run that failed; empty else."""
+
+    @property
+    def has_failed(self) -> bool:
+        return self.exit_code is not None and self.exit_code != 0
 
     @property
     def is_nonfinite(self) -> bool:
@@ -38,22 +42,22 @@ class Ended:
         )
 
 
-def append_status(study_dir: Path, ended: Ended) -> None:
+def append_status(study_dir: Path, attempt: Attempt) -> None:
     """Add a line. One write: lines of several processes do not mix."""
     with (study_dir / STATUS_FILE).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(ended)) + "\n")
+        file.write(json.dumps(asdict(attempt)) + "\n")
 
 
-def read_status(study_dir: Path) -> dict[tuple[str, int], Ended]:
-    """(arm, seed) -> how its last attempt ended; lines that cannot be read are left out."""
+def read_status(study_dir: Path) -> dict[tuple[str, int], Attempt]:
+    """(arm, seed) -> its last attempt; lines that cannot be read are left out."""
     path = study_dir / STATUS_FILE
-    found: dict[tuple[str, int], Ended] = {}
+    found: dict[tuple[str, int], Attempt] = {}
     if not path.is_file():
         return found
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        ended = _parse(line)
-        if ended is not None:
-            found[ended.arm, ended.seed] = ended
+        attempt = _parse(line)
+        if attempt is not None:
+            found[attempt.arm, attempt.seed] = attempt
     return found
 
 
@@ -70,14 +74,20 @@ def last_words(log: str) -> str:
     return lines[-1] if lines else ""
 
 
-def _parse(line: str) -> Ended | None:
+def _parse(line: str) -> Attempt | None:
     try:
         tree: Any = json.loads(line)
     except json.JSONDecodeError:
         return None
-    kinds = {"arm": str, "seed": int, "exit_code": int, "seconds": (int, float), "message": str}
+    kinds: Mapping[str, tuple[type, ...]] = {
+        "arm": (str,),
+        "seed": (int,),
+        "exit_code": (int, type(None)),
+        "seconds": (int, float),
+        "message": (str,),
+    }
     if not isinstance(tree, Mapping) or tree.keys() != kinds.keys():
         return None
-    if not all(isinstance(tree[name], kind) for name, kind in kinds.items()):  # type: ignore[arg-type]
+    if not all(isinstance(tree[name], kind) for name, kind in kinds.items()):
         return None
-    return Ended(**tree)
+    return Attempt(**tree)
