@@ -5,6 +5,7 @@ counts as collapsed. Runs that are merely unfinished count nowhere but in the li
 """
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -124,6 +125,8 @@ class ArmSummary:
     """All its runs, complete or not."""
     values: Mapping[str, Estimate | None]
     """Name of a quantity -> its mean over complete runs."""
+    num_missing: int = 0
+    """Runs of the study that have no run dir."""
 
     @property
     def num_complete(self) -> int:
@@ -176,8 +179,16 @@ def summarize_run(run: Run, rule: CollapseRule) -> RunSummary:
     return RunSummary(run, values, collapsed)
 
 
-def summarize_arms(summaries: Sequence[RunSummary]) -> list[ArmSummary]:
-    """The arms' rows, in the order in which they first appear."""
+def summarize_arms(
+    summaries: Sequence[RunSummary], missing: Sequence[str] = ()
+) -> list[ArmSummary]:
+    """The arms' rows, in the order in which they first appear.
+
+    Args:
+        summaries: of the runs.
+        missing: `<arm>/seed<k>` of the study's runs that have no run dir.
+    """
+    absent = Counter(name.rpartition("/")[0] for name in missing)
     groups: dict[str, list[RunSummary]] = {}
     for summary in summaries:
         groups.setdefault(summary.run.arm, []).append(summary)
@@ -187,6 +198,7 @@ def summarize_arms(summaries: Sequence[RunSummary]) -> list[ArmSummary]:
             labels=members[0].run.labels,
             runs=tuple(members),
             values={quantity.name: _over_seeds(quantity, members) for quantity in QUANTITIES},
+            num_missing=absent[name],
         )
         for name, members in groups.items()
     ]

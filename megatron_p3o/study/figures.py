@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogFormatter, MaxNLocator
 
 from megatron_p3o.study.analyze import REWARD, ArmSummary
 from megatron_p3o.study.runs import RunSet
@@ -135,8 +135,11 @@ def _draw_curves(curves: Curves, arms: Sequence[ArmSummary], plan: Design, windo
         axes.set_title(panel, fontsize=11, loc="left")
         axes.grid(alpha=0.25)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
-    if curves.log and any(_has_positive(axes) for axes in grid.flat):
+    if curves.log and _has_positive(arms, curves.metrics):
         grid.flat[0].set_yscale("log")
+        for axes in grid.flat:
+            axes.yaxis.set_major_formatter(LogFormatter())
+            axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
     for axes in grid[-1]:
         axes.set_xlabel("step")
     title = f"{curves.title}, over {window} steps" if curves.smooth else curves.title
@@ -201,7 +204,7 @@ def _draw_collapse(arms: Sequence[ArmSummary], plan: Design) -> Drawing:
     """A dot a run at the step where it collapsed."""
     figure, axes = _rows_figure(arms)
     runs = [summary.run for arm in arms for summary in arm.runs]
-    end = max(max(run.planned_steps or 0, run.num_steps) for run in runs)
+    end = max(1, *(max(run.planned_steps or 0, run.num_steps) for run in runs))
     never = end * 1.08
     axes.axvline(end, color="0.7", linewidth=0.8)
     for row, arm in enumerate(arms):
@@ -253,11 +256,13 @@ def _png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def _has_positive(axes: Axes) -> bool:
+def _has_positive(arms: Sequence[ArmSummary], metrics: Sequence[str]) -> bool:
     return any(
         value > 0
-        for line in axes.get_lines()
-        for value in map(float, line.get_ydata())  # type: ignore[arg-type, union-attr]
+        for arm in arms
+        for summary in arm.runs
+        for metric in metrics
+        for value in summary.run.series(metric).values()
     )
 
 

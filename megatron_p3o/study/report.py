@@ -28,6 +28,7 @@ from megatron_p3o.study.figures import Drawing, draw_all
 from megatron_p3o.study.page import Page, to_html, to_markdown
 from megatron_p3o.study.runs import RunSet, is_emulated, read_runs
 from megatron_p3o.study.tables import (
+    Table,
     arms_csv,
     difference_table,
     differences_csv,
@@ -56,7 +57,7 @@ def write_report(directory: Path, out: Path) -> list[Path]:
     rule = found.study.collapse if found.study is not None else CollapseRule()
     baseline = (found.study.report.baseline if found.study is not None else None) or {}
     summaries = [summarize_run(run, rule) for run in found.runs]
-    arms = summarize_arms(summaries)
+    arms = summarize_arms(summaries, found.missing)
     differences = compare(arms, baseline)
     page = Page(
         title=f"Study {directory.resolve().name}",
@@ -121,11 +122,10 @@ def _banners(found: RunSet) -> list[str]:
     fp8 = [run for run in found.runs if is_emulated(run.tree)]
     if not fp8:
         return []
-    which = "All runs'" if len(fp8) == len(found.runs) else f"{len(fp8)} runs'"
+    which = "all runs" if len(fp8) == len(found.runs) else f"{len(fp8)} of the runs"
     return [
-        f"Emulated FP8. {which} rollout values were rounded to FP8 but computed in higher "
-        "precision, by the embedded engine: its errors are like those of FP8 hardware, its speed "
-        "is not."
+        f"Emulated FP8: in {which} the embedded engine emulated FP8 numerics; no FP8 hardware "
+        "computed them. Speed and memory say nothing about FP8."
     ]
 
 
@@ -136,7 +136,7 @@ def _counts(found: RunSet, summaries: Sequence[RunSummary], arms: Sequence[ArmSu
     return f"{len(arms)} arms, {len(summaries) + len(found.missing)} runs: {shown}."
 
 
-def _unfinished(found: RunSet, summaries: Sequence[RunSummary]) -> list:  # type: ignore[type-arg]
+def _unfinished(found: RunSet, summaries: Sequence[RunSummary]) -> list[Table]:
     table = unfinished_table(summaries, found.missing)
     return [table] if table.rows else []
 

@@ -85,7 +85,7 @@ def arms_csv(arms: Sequence[ArmSummary]) -> Table:
     for arm in arms:
         row = [arm.name, *(arm.labels.get(axis, "") for axis in axes)]
         row += [str(is_emulated_arm(arm)).lower()]
-        row += [str(len(arm.runs)), str(arm.num_complete), str(arm.num_over)]
+        row += [str(len(arm.runs) + arm.num_missing), str(arm.num_complete), str(arm.num_over)]
         row += [str(len(arm.collapse_steps)), " ".join(map(str, arm.collapse_steps))]
         for quantity in QUANTITIES:
             row += _estimate_cells(arm.values[quantity.name])
@@ -229,7 +229,7 @@ def _axes(arms: Sequence[ArmSummary]) -> tuple[str, ...]:
 
 
 def _complete(arm: ArmSummary) -> str:
-    return f"{arm.num_complete} of {len(arm.runs)}"
+    return f"{arm.num_complete} of {len(arm.runs) + arm.num_missing}"
 
 
 def _collapsed(arm: ArmSummary) -> str:
