@@ -1,8 +1,8 @@
 """A report's figures: small multiples with one colour per objective throughout.
 
-A curve is the mean over the runs of an arm that have the step, its band their least and greatest.
-It is dotted where some of the arm's runs have ended already, and a cross marks the end of a run
-that is not complete.
+A bold curve is averaged over the window, then over the runs of an arm that have the step; its band
+is their least and greatest. It is dotted where some of the arm's runs have ended already, and a
+cross marks the end of a run that is not complete.
 """
 
 import io
@@ -38,14 +38,13 @@ class Curves:
     """Of its file."""
     title: str
     metrics: tuple[str, ...]
-    """The first is drawn bold with its band, others thin."""
+    """The first is averaged over the window and drawn bold with its band, others thin and step by
+    step."""
     log: bool = False
-    smooth: bool = False
-    """Average over the window."""
 
 
 CURVES = (
-    Curves("reward", "Mean reward", (REWARD,), smooth=True),
+    Curves("reward", "Mean reward", (REWARD,)),
     Curves("ess", "Normalised ESS of a step", ("ess/step",)),
     Curves("mismatch", "Mismatch of trainer and rollout: k3 (nats)", ("mismatch/k3",), log=True),
     Curves(
@@ -54,7 +53,7 @@ CURVES = (
         ("ratio/p99", "ratio/max"),
         log=True,
     ),
-    Curves("grad_norm", "Gradient norm before clipping", ("grad_norm",), log=True),
+    Curves("grad_norm", "Gradient norm before clipping", ("grad_norm", "grad_norm"), log=True),
     Curves("entropy", "Entropy of the policy (nats)", ("entropy/mean",)),
 )
 
@@ -110,7 +109,7 @@ def draw_all(found: RunSet, arms: Sequence[ArmSummary], *, window: int) -> list[
     Args:
         found: what was read.
         arms: the rows of the report.
-        window: steps over which the reward is averaged.
+        window: steps over which bold curves are averaged.
     """
     plan = design(found, arms)
     drawings = [
@@ -132,6 +131,7 @@ def _draw_curves(curves: Curves, arms: Sequence[ArmSummary], plan: Design, windo
         for arm in arms:
             if plan.places[arm.name][0] == panel:
                 _draw_arm(axes, arm, curves, plan.colours[plan.places[arm.name][1]], window)
+        axes.set_xlim(left=0)
         axes.set_title(panel, fontsize=11, loc="left")
         axes.grid(alpha=0.25)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
@@ -142,9 +142,8 @@ def _draw_curves(curves: Curves, arms: Sequence[ArmSummary], plan: Design, windo
             axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
     for axes in grid[-1]:
         axes.set_xlabel("step")
-    title = f"{curves.title}, over {window} steps" if curves.smooth else curves.title
     _legend(figure, plan)
-    return Drawing(curves.name, title, _png(figure))
+    return Drawing(curves.name, curves.title, _png(figure))
 
 
 def _draw_arm(
@@ -155,7 +154,7 @@ def _draw_arm(
         ends, series = [], []
         for summary in arm.runs:
             curve = summary.run.series(metric)
-            if curves.smooth:
+            if index == 0:
                 # A run shorter than the window is shown as it is.
                 curve = window_means(curve, window) or curve
             if curve:
@@ -165,10 +164,11 @@ def _draw_arm(
         points = band(series)
         steps, means = [point.step for point in points], [point.mean for point in points]
         whole = [point.mean if point.count == len(series) else math.nan for point in points]
-        width = 0.9 if index else 1.8
+        width = 0.7 if index else 1.8
         marker = "o" if len(points) == 1 else ""  # a line of one point would not be seen
-        axes.plot(steps, means, ":", color=colour, linewidth=width)
-        axes.plot(steps, whole, style, color=colour, linewidth=width, marker=marker)
+        alpha = 0.55 if index else 1.0
+        axes.plot(steps, means, ":", color=colour, linewidth=width, alpha=alpha)
+        axes.plot(steps, whole, style, color=colour, linewidth=width, alpha=alpha, marker=marker)
         if index == 0:
             low, high = ([getattr(point, side) for point in points] for side in ("low", "high"))
             axes.fill_between(steps, low, high, color=colour, alpha=0.18, linewidth=0)

@@ -49,9 +49,10 @@ def to_html(page: Page, drawings: Sequence[Drawing]) -> str:
         *(f"<p>{escape(text)}</p>" for text in page.introduction),
         *map(_table, page.tables[:1]),
         "<h2>Figures</h2>",
-        '<p class="note">Lines are means over the runs that have the step, bands their least and '
-        "greatest. A line is dotted where some of its runs have ended; a cross is the end of a "
-        "run that is not complete.</p>",
+        '<p class="note">Bold lines are averaged over the window, then over the runs that have the '
+        "step; bands are the least and greatest of these runs; thin lines are step by step. A line "
+        "is dotted where some of its runs have ended; a cross is the end of a run that is not "
+        "complete.</p>",
         *map(_figure, drawings),
         *map(_table, page.tables[1:]),
     ]

@@ -186,8 +186,7 @@ def difference_table(axis: str, baseline: str, differences: Sequence[Difference]
         rows.append((arm, other, str(pairs), *(_readable(cell, signed=True) for cell in cells)))
     note = (
         f"Each arm minus the same arm with {axis} at {baseline}, seed by seed, with the 95 % "
-        "interval of the mean difference. Drift within a batch and staleness are in both, so "
-        f"what is left is {axis}'s own share. "
+        "interval of the mean difference. What both arms share, such as staleness, cancels. "
     ) + "; ".join(f"{name}: {meaning(name)}" for name in COMPARED)
     columns = ("arm", "baseline", "pairs", *COMPARED)
     return Table(f"Differences to {axis} = {baseline}", columns, tuple(rows), note + ".")
