@@ -13,6 +13,7 @@ import typer
 
 from megatron_p3o.config import RunConfig, json_schema, load_config
 from megatron_p3o.errors import RunError, UserError
+from megatron_p3o.study.commands import app as study_app
 
 app = typer.Typer(
     add_completion=False,
@@ -20,6 +21,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="RL post-training on Megatron-Core with the P3O objective.",
 )
+
+app.add_typer(study_app, name="study")
 
 # Dotted overrides are options that typer does not know; they arrive in `context.args`.
 _OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}

@@ -6,10 +6,13 @@ are checked by `megatron_p3o.preflight`, before anything heavy starts.
 """
 
 from megatron_p3o.config.load import (
+    explain,
     json_schema,
     load_config,
     parse_config,
     parse_overrides,
+    read_mapping,
+    set_dotted,
     to_yaml,
 )
 from megatron_p3o.config.objectives import (
@@ -42,6 +45,7 @@ from megatron_p3o.config.rollout import (
     TemperatureShiftSection,
     Transport,
 )
+from megatron_p3o.config.section import Section
 from megatron_p3o.config.sections import (
     CheckpointSection,
     DataSection,
@@ -92,12 +96,16 @@ __all__ = [
     "SAPOObjective",
     "SFTObjective",
     "SamplingSection",
+    "Section",
     "TemperatureShiftSection",
     "TrainSection",
     "Transport",
+    "explain",
     "json_schema",
     "load_config",
     "parse_config",
     "parse_overrides",
+    "read_mapping",
+    "set_dotted",
     "to_yaml",
 ]

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,22 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigurationError: the file is missing or no YAML mapping, an override is malformed, or
             any rule is broken; the message names every offending field.
     """
+    tree = read_mapping(path, sections="run, model, data, train")
+    for dotted, value in parse_overrides(overrides):
+        set_dotted(tree, dotted, value)
+    return parse_config(tree)
+
+
+def read_mapping(path: str | Path, *, sections: str) -> dict[str, Any]:
+    """The YAML mapping in a file, not validated.
+
+    Args:
+        path: the YAML file.
+        sections: what a right one holds, for the message.
+
+    Raises:
+        ConfigurationError: the file is missing, no text, or no YAML mapping.
+    """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -51,12 +67,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         ) from error
     if not isinstance(tree, dict):
         raise ConfigurationError(
-            f"configuration file {str(path)!r} must hold a mapping with sections such as run, "
-            f"model, data, train; it holds {type(tree).__name__}"
+            f"configuration file {str(path)!r} must hold a mapping with sections such as "
+            f"{sections}; it holds {type(tree).__name__}"
         )
-    for dotted, value in parse_overrides(overrides):
-        _set_dotted(tree, dotted, value)
-    return parse_config(tree)
+    return tree
 
 
 def parse_config(tree: Mapping[str, Any]) -> RunConfig:
@@ -72,7 +86,7 @@ def parse_config(tree: Mapping[str, Any]) -> RunConfig:
         # JSON mode, strict: "8" or true is no integer, 1 is a float, a list is a tuple.
         return RunConfig.model_validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as error:
-        raise ConfigurationError(_explain(error)) from error
+        raise ConfigurationError(explain(error, hidden=OBJECTIVE_NAMES)) from error
 
 
 def parse_overrides(words: Sequence[str]) -> list[tuple[str, Any]]:
@@ -111,7 +125,12 @@ def json_schema() -> str:
     return json.dumps(RunConfig.model_json_schema(), indent=2)
 
 
-def _set_dotted(tree: dict[str, Any], dotted: str, value: Any) -> None:
+def set_dotted(tree: dict[str, Any], dotted: str, value: Any) -> None:
+    """Set `section.field` in a nested mapping, making sections on the way.
+
+    Raises:
+        ConfigurationError: a part before the last is a value.
+    """
     *parents, leaf = dotted.split(".")
     node = tree
     for depth, name in enumerate(parents):
@@ -124,11 +143,17 @@ def _set_dotted(tree: dict[str, Any], dotted: str, value: Any) -> None:
     node[leaf] = value
 
 
-def _explain(error: ValidationError) -> str:
+def explain(error: ValidationError, *, hidden: Collection[str] = ()) -> str:
+    """One line for each field that breaks a rule.
+
+    Args:
+        error: of pydantic.
+        hidden: parts of a location to leave out: a discriminated union adds its tag, and the
+            user's file has no such level.
+    """
     lines = []
     for item in error.errors():
-        # A discriminated union adds its tag to the location; the user's file has no such level.
-        location = [str(part) for part in item["loc"] if part not in OBJECTIVE_NAMES]
+        location = [str(part) for part in item["loc"] if part not in hidden]
         field = ".".join(location)
         message = item["msg"].removeprefix("Value error, ")
         if item["type"] == "value_error":

@@ -31,7 +31,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "preflight": LEAVES | {"api_key", "data", "fp8_shapes", "run_dir", "splitting"},
     "trainer": LEAVES
     | {"algorithms", "weights", "rollout", "parallel", "data", "run_dir", "preflight", "api_key"},
-    "cli": LEAVES | {"preflight", "trainer", "weights"},
+    "study": {"config", "errors", "parent", "run_dir"},
+    "cli": LEAVES | {"preflight", "trainer", "weights", "study"},
 }
 WITHOUT_TORCH = (
     "errors",
@@ -43,6 +44,8 @@ WITHOUT_TORCH = (
     "run_dir",
     "data",
     "preflight",
+    "study.commands",
+    "study.report",
     "cli",
 )
 
