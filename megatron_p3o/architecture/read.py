@@ -24,9 +24,7 @@ _FURTHER_TOKENS: tuple[Family, ...] = ("deepseek_v3", "glm4_moe")
 _DEFAULT_HEAD_DIM: Mapping[Family, int] = {"qwen3": 128, "glm4": 128, "glm4_moe": 128}
 
 
-def read_architecture(
-    model_dir: str | Path, *, with_weights: bool = True
-) -> ModelArchitecture:
+def read_architecture(model_dir: str | Path, *, with_weights: bool = True) -> ModelArchitecture:
     """Read and check a Hugging Face model directory: its configuration and its weight files.
 
     Args:

@@ -13,7 +13,7 @@ and 1 without, Q and K the channels of all query and all key heads, F the MLP's 
                             H b'/s   its output, the input of the projections
     attention               (Q + 2 K) b/t    query, key and value with positions
                             (Q + K) b/t      query and key before their norms, if they have norms
-                            Q b/t            its output (and Q/t more as FP8 input of the projection)
+                            Q b/t            its output (and Q/t more as an FP8 input)
                             4 heads/t        log-sum-exp in fp32; not with recompute: selective
     norm before the MLP     H b/s + H b'/s   as above
     MLP                     2 F b/t + F b/t + F b'/t    gate and up, silu(gate), their product

@@ -51,7 +51,8 @@ def step_batch(config: RunConfig, lengths: Lengths, data_size: int) -> StepBatch
     budget = train.max_tokens_per_microbatch
     if budget is not None:
         per_microbatch = max(1, budget // padded)
-        count = -(-(-(-sequences // per_microbatch)) // data_size)
+        num_packs = -(-sequences // per_microbatch)
+        count = -(-num_packs // data_size)
         tokens = min(budget, per_rank * padded)
     else:
         count = -(-per_rank // train.microbatch_size)

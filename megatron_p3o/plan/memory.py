@@ -49,6 +49,7 @@ from megatron_p3o.plan.parameters import (
     model_weights,
 )
 from megatron_p3o.plan.precision import Precision
+from megatron_p3o.plan.serving import embedded_kv_bytes
 
 CONTEXT_BYTES = 3e9
 FRAGMENTATION = 0.05
@@ -226,17 +227,11 @@ def _generation(
     longest: Lengths,
     precision: Precision,
 ) -> dict[str, float]:
-    """transformers' cache holds latent attention's keys and values, not its latents."""
-    a, mla = architecture, architecture.mla
-    channels = 2 * a.num_key_value_heads * a.head_dim
-    if mla is not None:
-        head = mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim
-        channels = a.num_attention_heads * head
     prompts = -(-config.train.prompts_per_step // layout.world_size)
     rows = min(config.rollout.batch_size, prompts * config.train.samples_per_prompt)
-    cache = rows * longest.inputs * a.num_layers * channels * precision.rollout_bytes
+    cache = rows * longest.inputs * embedded_kv_bytes(architecture, precision)
     return {
         "KV cache": cache,
         "copy of the KV cache": cache,
-        "sampling": rows * a.vocab_size * _SAMPLING_BYTES,
+        "sampling": rows * architecture.vocab_size * _SAMPLING_BYTES,
     }

@@ -85,7 +85,9 @@ def layer_weights(architecture: ModelArchitecture, layer: int) -> tuple[Weight, 
     mlp = (
         _experts(hidden, moe)
         if moe is not None and layer in moe.layers
-        else _mlp("MLP", hidden, architecture.ffn_hidden_size, is_fused=architecture.family == "glm4")
+        else _mlp(
+            "MLP", hidden, architecture.ffn_hidden_size, is_fused=architecture.family == "glm4"
+        )
     )
     num_norms = 4 if architecture.has_post_norms else 2
     return (*attention, *mlp, Weight("norms", ((hidden,),) * num_norms, "whole"))
@@ -104,7 +106,9 @@ def model_weights(architecture: ModelArchitecture) -> Iterator[Weight]:
 def _plain_attention(architecture: ModelArchitecture) -> Iterator[Weight]:
     hidden, head = architecture.hidden_size, architecture.head_dim
     query, key = architecture.num_attention_heads * head, architecture.num_key_value_heads * head
-    yield Weight("query, key, value", ((query, hidden), (key, hidden), (key, hidden)), "tensor", True)
+    yield Weight(
+        "query, key, value", ((query, hidden), (key, hidden), (key, hidden)), "tensor", True
+    )
     if architecture.qkv_bias:
         yield Weight("biases of query, key, value", ((query,), (key,), (key,)), "tensor")
     yield Weight("attention output", ((hidden, query),), "tensor", True)
@@ -150,9 +154,7 @@ def _experts(hidden: int, moe: MoeArchitecture) -> Iterator[Weight]:
     yield Weight("router", ((moe.num_experts, hidden),), "whole")
     if moe.has_expert_bias:
         yield Weight("router bias", ((moe.num_experts,),), "whole", is_trained=False)
-    yield from _mlp(
-        "expert", hidden, moe.ffn_hidden_size, cut="expert", copies=moe.num_experts
-    )
+    yield from _mlp("expert", hidden, moe.ffn_hidden_size, cut="expert", copies=moe.num_experts)
     if moe.shared_ffn_hidden_size:
         yield from _mlp("shared expert", hidden, moe.shared_ffn_hidden_size)
 

@@ -26,10 +26,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": LEAVES,
     "run_dir": LEAVES,
     "splitting": {"architecture", "config", "errors"},
+    "plan": LEAVES | {"splitting", "parallel"},
     "preflight": LEAVES | {"api_key", "data", "run_dir", "splitting"},
     "trainer": LEAVES
     | {"algorithms", "weights", "rollout", "parallel", "data", "run_dir", "preflight", "api_key"},
-    "cli": LEAVES | {"preflight", "trainer", "weights"},
+    "cli": LEAVES | {"plan", "preflight", "trainer", "weights"},
 }
 WITHOUT_TORCH = (
     "errors",
@@ -39,6 +40,7 @@ WITHOUT_TORCH = (
     "splitting",
     "run_dir",
     "data",
+    "plan",
     "preflight",
     "cli",
 )
