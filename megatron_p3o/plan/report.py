@@ -149,7 +149,8 @@ def _assumptions(plan: Plan) -> str:
         f"assumed: mfu {options.mfu:g} of the peak FLOP/s, mbu {options.mbu:g} of the memory's and "
         f"nbu {options.nbu:g} of a link's bandwidth; prompts of {plan.prompt_tokens} tokens, "
         f"responses of {plan.response_tokens}; tokens spread evenly over experts; nodes of "
-        f"{options.gpus_per_node} GPUs; {options.gpu}: dense TFLOP/s {gpu.bf16_flops / 1e12:g} bf16, {fp8} fp8; "
+        f"{options.gpus_per_node} GPUs; {options.gpu}: dense TFLOP/s "
+        f"{gpu.bf16_flops / 1e12:g} bf16, {fp8} fp8; "
         f"HBM {gpu.hbm_bytes_s / 1e12:g} TB/s; NVLink {gpu.nvlink_bytes_s / 1e9:g}, "
         f"network {gpu.network_bytes_s / 1e9:g} GB/s"
     )
