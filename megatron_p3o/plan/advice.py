@@ -22,8 +22,6 @@ _CURES = {
     "optimizer": "use optimizer.distributed=true on more data-parallel ranks",
     "reference model": "set reference.kl_coefficient=0, or raise layout.tensor or layout.pipeline",
     "rollout model": "use rollout.engine=sglang, whose servers have GPUs of their own",
-    "activations": "set train.recompute=full, lower train.max_tokens_per_microbatch or "
-    "train.microbatch_size, raise layout.context, or use train.scoring=separate",
     "recomputed layer": "raise layout.context or layout.tensor with sequence_parallel",
     "temporaries": "raise layout.context or layout.tensor with sequence_parallel",
     "hidden states": "raise layout.context, or lower train.max_tokens_per_microbatch",
@@ -70,8 +68,21 @@ def _memory(s: Situation) -> Iterator[str]:
     largest = max(parts, key=lambda part: parts[part])
     yield (
         f"stage {s.memory.stage} needs {s.memory.total / 1e9:.1f} GB of {s.memory_bytes / 1e9:.0f} "
-        f"GB; the largest part is {largest} ({parts[largest] / 1e9:.1f} GB): {_CURES[largest]}"
+        f"GB; the largest part is {largest} ({parts[largest] / 1e9:.1f} GB): "
+        f"{_CURES.get(largest) or _fewer_activations(s.config)}"
     )
+
+
+def _fewer_activations(config: RunConfig) -> str:
+    train = config.train
+    budget = "max_tokens_per_microbatch" if train.packing else "microbatch_size"
+    cures = [
+        *(["use train.scoring=separate"] if train.scoring == "fused" else []),
+        *(["set train.recompute=full"] if train.recompute != "full" else []),
+        f"lower train.{budget}",
+        "raise layout.context",
+    ]
+    return ", or ".join(cures)
 
 
 def _server_memory(s: Situation) -> Iterator[str]:
@@ -163,10 +174,10 @@ def _experts(s: Situation) -> Iterator[str]:
             "matrix product; raise train.max_tokens_per_microbatch or train.microbatch_size, or "
             "layout.expert"
         )
-    if layout.expert > 1 and moe.num_experts // layout.expert <= moe.experts_per_token // 4:
+    if layout.expert == moe.num_experts > 1:
         yield (
-            f"layout.expert={layout.expert} leaves {moe.num_experts // layout.expert} experts on a "
-            "rank, so ranks with popular ones keep the others waiting; lower layout.expert"
+            f"layout.expert={layout.expert} leaves one expert on a rank, so that ranks with a "
+            "popular one keep the others waiting; lower layout.expert"
         )
 
 

@@ -111,7 +111,9 @@ _DEEPSEEK_V3: dict[str, Any] = {
     ],
     ids=["Llama-3.1-8B", "Mixtral-8x7B", "DeepSeek-V3"],
 )
-def test_published_models(fields: dict[str, Any], total: int, active: float, tmp_path: Path) -> None:
+def test_published_models(
+    fields: dict[str, Any], total: int, active: float, tmp_path: Path
+) -> None:
     counts = count_model(architecture(tmp_path, fields))
     assert counts.total == total
     assert counts.active == pytest.approx(active, rel=0.02)
@@ -187,7 +189,7 @@ def test_bytes_are_those_that_reshard_writes(tmp_path: Path) -> None:
         written = 0
         for path in destination.glob("*.safetensors"):
             with safe_open(path, "pt") as file:
-                written += sum(file.get_tensor(name).nbytes for name in file.keys())
+                written += sum(file.get_tensor(name).nbytes for name in list(file.keys()))
         model = read_architecture(source)
         # The model is stored in fp32, and what is not FP8 stays so.
         precision = Precision(trainer="fp32", rollout=dtype)
