@@ -4,6 +4,7 @@ Exit codes: 0 done; 2 bad configuration or input, with one message on stderr and
 1 failure while running.
 """
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -86,6 +87,60 @@ def check(
     for notice in config.notices():
         print(f"warning: {notice}")
     print(f"{run}: {config.objective.name} on a {inputs.architecture.family} model, ready to train")
+
+
+# The words of `p3o plan`; what they mean and their defaults are in `plan.PlanOptions`.
+_Nodes = Annotated[int | None, typer.Option(help="Nodes of trainers.")]
+_ServerNodes = Annotated[int, typer.Option(help="Nodes that start rollout.launch.replicas each.")]
+_GpusPerNode = Annotated[int, typer.Option(help="GPUs of a node.")]
+_Gpu = Annotated[str, typer.Option(help="a100, h100, h200 or b200.")]
+_GpuMemory = Annotated[float | None, typer.Option(help="Memory of a GPU, 10^9 bytes.")]
+_Mfu = Annotated[float, typer.Option(help="Share of the peak FLOP/s that passes reach.")]
+_Mbu = Annotated[float, typer.Option(help="Share of the memory bandwidth that decoding reaches.")]
+_Nbu = Annotated[float, typer.Option(help="Share of a link's bandwidth that a sync reaches.")]
+_Prompt = Annotated[
+    int | None, typer.Option(help="Mean length of prompts; data.max_prompt_tokens if left out.")
+]
+_Response = Annotated[
+    int | None, typer.Option(help="Mean of responses; sampling.max_new_tokens if left out.")
+]
+_Json = Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")]
+
+
+@app.command(context_settings=_OVERRIDES)
+def plan(
+    context: typer.Context,
+    run: Annotated[str, typer.Argument(metavar="RUN.yaml", help="The run's configuration.")],
+    nodes: _Nodes = None,
+    server_nodes: _ServerNodes = 1,
+    gpus_per_node: _GpusPerNode = 8,
+    gpu: _Gpu = "h100",
+    gpu_memory_gb: _GpuMemory = None,
+    mfu: _Mfu = 0.35,
+    mbu: _Mbu = 0.5,
+    nbu: _Nbu = 0.7,
+    prompt_tokens: _Prompt = None,
+    response_tokens: _Response = None,
+    as_json: _Json = False,
+) -> None:
+    """Estimate memory, FLOPs and time of a run from its configuration and config.json alone."""
+    config = load_config(run, context.args)
+    from megatron_p3o.plan import PlanOptions, make_plan, render
+
+    options = PlanOptions(
+        nodes=nodes,
+        server_nodes=server_nodes,
+        gpus_per_node=gpus_per_node,
+        gpu=gpu,
+        gpu_memory_gb=gpu_memory_gb,
+        mfu=mfu,
+        mbu=mbu,
+        nbu=nbu,
+        prompt_tokens=prompt_tokens,
+        response_tokens=response_tokens,
+    )
+    made = make_plan(config, options)
+    print(json.dumps(made.to_json(), indent=2) if as_json else render(made), end="\n" * as_json)
 
 
 # The words of `p3o reshard`.

@@ -24,8 +24,12 @@ _FURTHER_TOKENS: tuple[Family, ...] = ("deepseek_v3", "glm4_moe")
 _DEFAULT_HEAD_DIM: Mapping[Family, int] = {"qwen3": 128, "glm4": 128, "glm4_moe": 128}
 
 
-def read_architecture(model_dir: str | Path) -> ModelArchitecture:
+def read_architecture(model_dir: str | Path, *, with_weights: bool = True) -> ModelArchitecture:
     """Read and check a Hugging Face model directory: its configuration and its weight files.
+
+    Args:
+        model_dir: the directory.
+        with_weights: False reads config.json alone; weight files need not be there.
 
     Raises:
         InputError: the directory, config.json or weights are missing or incomplete, the
@@ -36,7 +40,9 @@ def read_architecture(model_dir: str | Path) -> ModelArchitecture:
         raise model_error(model_dir, "no such directory; give a Hugging Face model directory")
     config = Fields(model_dir, read_json(model_dir, "config.json"))
     family = _family(config)
-    names = [name for header in read_weight_headers(model_dir).values() for name in header]
+    names: list[str] = []
+    if with_weights:
+        names = [name for header in read_weight_headers(model_dir).values() for name in header]
 
     hidden_size = config.positive_int("hidden_size")
     num_layers = config.positive_int("num_hidden_layers")

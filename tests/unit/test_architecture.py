@@ -345,6 +345,13 @@ def test_missing_weights(tmp_path: Path) -> None:
         read_architecture(tmp_path)
 
 
+def test_config_json_alone_says_the_architecture(tmp_path: Path) -> None:
+    write_model_dir(tmp_path, _LLAMA)
+    whole = read_architecture(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    assert read_architecture(tmp_path, with_weights=False) == whole
+
+
 def test_index_must_match_its_shards(tmp_path: Path) -> None:
     write_model_dir(tmp_path, _LLAMA)
     (tmp_path / "model.safetensors").rename(tmp_path / "a.safetensors")

@@ -28,11 +28,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "run_dir": LEAVES,
     "splitting": {"architecture", "config", "errors"},
     "fp8_shapes": {"architecture", "config", "errors"},
+    "plan": {"architecture", "config", "errors", "model_files", "parallel", "splitting"},
     "preflight": LEAVES | {"api_key", "data", "fp8_shapes", "run_dir", "splitting"},
     "trainer": LEAVES
     | {"algorithms", "weights", "rollout", "parallel", "data", "run_dir", "preflight", "api_key"},
     "study": {"config", "errors", "parent", "run_dir"},
-    "cli": LEAVES | {"preflight", "trainer", "weights", "study"},
+    "cli": LEAVES | {"plan", "preflight", "study", "trainer", "weights"},
 }
 WITHOUT_TORCH = (
     "errors",
@@ -43,6 +44,7 @@ WITHOUT_TORCH = (
     "fp8_shapes",
     "run_dir",
     "data",
+    "plan",
     "preflight",
     "study.commands",
     "study.report",
