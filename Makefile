@@ -1,5 +1,6 @@
 # make train   train SmolLM2-135M on single-digit addition with P3O (CPU, two ranks)
 # make test    lint, type-check and run the whole test suite
+# make study   the study of examples/fp8_study: what rollout mismatch does to which objective
 # make sglang  SGLang's CPU server in an environment of its own, for examples/sglang_cpu and tests
 #
 # Everything is installed into a virtual environment of this directory; nothing else is touched.
@@ -34,12 +35,15 @@ SGLANG_VENV := .venv-sglang
 SGLANG_READY := $(SGLANG_VENV)/.ready
 MODEL := models/SmolLM2-135M-Instruct
 TINY := models/tiny
+STUDY := examples/fp8_study
+STUDY_MODEL := models/running_sums
+JOBS ?= 2
 RUN := examples/quickstart/run.yaml
 ARGS ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv model sglang train tiny lint test clean
+.PHONY: help venv model sglang train tiny study lint test clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -80,6 +84,16 @@ train: $(READY) $(MODEL)/config.json
 
 tiny: $(READY) $(TINY)/config.json
 	@$(call run,runs/tiny,examples/tiny/run.yaml)
+
+# Taught by supervised training first; the run dir is left for its curves.
+$(STUDY_MODEL)/config.json: $(TINY)/config.json $(STUDY)/sft.yaml
+	@$(call run,runs/fp8_study_sft,$(STUDY)/sft.yaml)
+	rm -rf $(STUDY_MODEL)
+	$(BIN)/p3o reshard runs/fp8_study_sft $(STUDY_MODEL) --to hf --config $(TINY)
+
+study: $(READY) $(STUDY_MODEL)/config.json
+	$(BIN)/p3o study run $(STUDY)/study.yaml --jobs $(JOBS) $(ARGS)
+	$(BIN)/p3o study report runs/fp8_study
 
 # An existing run dir is continued: an unfinished run from its checkpoint, a finished one shown.
 define run

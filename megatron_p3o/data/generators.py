@@ -50,7 +50,12 @@ def arithmetic(
 
 
 def running_sums(
-    *, num_prompts: int = 1000, num_terms: int = 4, max_term: int = 9, seed: int = 0
+    *,
+    num_prompts: int = 1000,
+    num_terms: int = 4,
+    max_term: int = 9,
+    error_rate: float = 0.0,
+    seed: int = 0,
 ) -> list[tuple[str, str]]:
     """Sums of several terms, with every intermediate result in the answer.
 
@@ -61,13 +66,15 @@ def running_sums(
         num_prompts: drawn with replacement.
         num_terms: of each sum, at least 2.
         max_term: greatest term; the least is 1.
+        error_rate: share of steps whose result is off by one or two, and carried on: answers of a
+            teacher that makes mistakes, for supervised training.
         seed: of the draw.
 
     Returns:
         (prompt, answer) pairs.
 
     Raises:
-        ConfigurationError: an argument is no whole number in its range.
+        ConfigurationError: an argument is not in its range.
     """
     for name, value, least in (
         ("num_prompts", num_prompts, 1),
@@ -80,19 +87,28 @@ def running_sums(
                 f"data.generator_args.{name}={value!r} must be a whole number from {least} to "
                 f"{MAX_PROMPTS}; mend it"
             )
+    if not isinstance(error_rate, (int, float)) or not 0 <= error_rate <= 1:
+        raise ConfigurationError(
+            f"data.generator_args.error_rate={error_rate!r} must be a number from 0 to 1; mend it"
+        )
     generator = random.Random(seed)
-    return [_running_sum(generator, num_terms, max_term) for _ in range(num_prompts)]
+    return [_running_sum(generator, num_terms, max_term, error_rate) for _ in range(num_prompts)]
 
 
-def _running_sum(generator: random.Random, num_terms: int, max_term: int) -> tuple[str, str]:
-    total = generator.randint(1, max_term)
+def _running_sum(
+    generator: random.Random, num_terms: int, max_term: int, error_rate: float
+) -> tuple[str, str]:
+    total = said = generator.randint(1, max_term)
     prompt, results = str(total), []
     for _ in range(num_terms - 1):
         term = generator.randint(1, max_term)
-        subtracts = term <= total and generator.random() < 0.5
-        total += -term if subtracts else term
-        prompt += f"{'-' if subtracts else '+'}{term}"
-        results.append(str(total))
+        change = -term if term <= total and generator.random() < 0.5 else term
+        total, said = total + change, said + change
+        prompt += f"{change:+d}"
+        if error_rate and generator.random() < error_rate:
+            said += generator.choice((-2, -1, 1, 2))
+        said = max(0, said)
+        results.append(str(said))
     return f"{prompt}=", "=".join(results)
 
 
