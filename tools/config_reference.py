@@ -63,7 +63,7 @@ def _resolve(node: _Schema, definitions: _Schema) -> _Schema:
 
 
 def _rows(prefix: str, model: _Schema, definitions: _Schema) -> Iterator[str]:
-    for name, node in model["properties"].items():
+    for name, node in model.get("properties", {}).items():
         path = f"{prefix}.{name}"
         resolved = _resolve(node, definitions)
         if "properties" in resolved:
@@ -74,9 +74,13 @@ def _rows(prefix: str, model: _Schema, definitions: _Schema) -> Iterator[str]:
         default = "required" if required else f"`{json.dumps(node.get('default', {}))}`"
         meaning = _one_line(node.get("description", ""))
         yield f"| `{path}` | {_type(node)} | {default} | {meaning} |\n"
+        for choice in node.get("anyOf", ()):  # a section that may be left out
+            yield from _rows(path, _resolve(choice, definitions), definitions)
 
 
 def _type(node: _Schema) -> str:
+    if "$ref" in node:
+        return "section"
     if "const" in node:
         return f"`{node['const']}`"
     if "enum" in node:

@@ -133,6 +133,7 @@ class RolloutSection(Section):
     parity_check: ParityCheckSection = ParityCheckSection()
     publish: PublishSection = PublishSection()
     temperature_shift: TemperatureShiftSection | None = None
+    """For studies, with engine embedded."""
 
     @model_validator(mode="after")
     def _replay(self) -> "RolloutSection":

@@ -414,6 +414,13 @@ class RunConfig(Section):
         """Directory of the reference model."""
         return self.reference.model_path or self.model.path
 
+    @property
+    def emulates_rollout(self) -> bool:
+        """Whether the rollout's FP8 is emulated: the embedded engine has no FP8 kernels."""
+        precision = self.precision
+        is_fp8 = precision.rollout_is_fp8 or precision.rollout_kv_cache != "auto"
+        return is_fp8 and self.rollout.engine == "embedded"
+
     def notices(self) -> list[str]:
         """What is allowed but may not be meant: sentences to be shown before a run starts."""
         found = []
@@ -423,6 +430,17 @@ class RunConfig(Section):
                 "objective.name=p4o with train.optimizer_steps_per_rollout=1: the proximal policy "
                 "is always the present one, so the second anchor never acts and this is p3o; "
                 "raise train.optimizer_steps_per_rollout, or say p3o"
+            )
+        if self.emulates_rollout:
+            found.append(
+                f"precision.rollout={self.precision.rollout}, precision.rollout_kv_cache="
+                f"{self.precision.rollout_kv_cache}: rollout.engine=embedded emulates FP8, with "
+                "rounded numbers in slower products; its speed and memory say nothing about FP8"
+            )
+        if self.rollout.temperature_shift is not None:
+            found.append(
+                f"rollout.temperature_shift.sampled_at={self.rollout.temperature_shift.sampled_at} "
+                f"is a fault on purpose: the trainer assumes {self.sampling.temperature}"
             )
         if self.rollout.launch.is_open and not self.rollout.has_api_key:
             found.append(

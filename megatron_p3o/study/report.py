@@ -119,13 +119,13 @@ def _write(out: Path, texts: dict[str, str], drawings: Sequence[Drawing]) -> lis
 
 
 def _banners(found: RunSet) -> list[str]:
-    fp8 = [run for run in found.runs if is_emulated(run.tree)]
+    fp8 = [run for run in found.runs if is_emulated(run)]
     if not fp8:
         return []
     which = "all runs" if len(fp8) == len(found.runs) else f"{len(fp8)} of the runs"
     return [
-        f"Emulated FP8: in {which} the embedded engine emulated FP8 numerics; no FP8 hardware "
-        "computed them. Speed and memory say nothing about FP8."
+        f"Emulated FP8: in {which} FP8 numerics were emulated; no FP8 hardware computed them. "
+        "Speed and memory say nothing about FP8."
     ]
 
 

@@ -190,13 +190,14 @@ def has_all_steps(records: Mapping[int, Mapping[str, Any]], steps: int) -> bool:
     return bool(records) and max(records) + 1 >= steps
 
 
-def is_emulated(tree: Mapping[str, Any]) -> bool:
-    """Whether a run's FP8 was emulated: the embedded engine computes it in higher precision.
+def is_emulated(run: Run) -> bool:
+    """Whether a run's FP8 was emulated: rounded numbers, multiplied in higher precision.
 
-    Args:
-        tree: config.yaml.
+    The run says so in its metrics; a configuration can only tell of the embedded engine.
     """
-    values = dict(flatten(tree))
+    if any(record.get("precision/emulated") for record in run.records.values()):
+        return True
+    values = dict(flatten(run.tree))
     types = (values.get("precision.rollout"), values.get("precision.rollout_kv_cache"))
     return values.get("rollout.engine", "embedded") == "embedded" and any(
         str(each).startswith("fp8") for each in types

@@ -103,7 +103,7 @@ def runs_csv(summaries: Sequence[RunSummary]) -> Table:
         run = summary.run
         row = [run.name, run.arm, *(run.labels.get(axis, "") for axis in axes)]
         row += [_exact(run.seed), summary.state, str(run.num_steps), _exact(run.planned_steps)]
-        row += [_exact(summary.collapsed_at), str(is_emulated(run.tree)).lower()]
+        row += [_exact(summary.collapsed_at), str(is_emulated(run)).lower()]
         row += [_exact(summary.values[each.name]) for each in QUANTITIES]
         rows.append(tuple(row))
     return Table("Runs", columns, tuple(rows))
@@ -220,7 +220,7 @@ def arm_title(arm: ArmSummary) -> str:
 
 def is_emulated_arm(arm: ArmSummary) -> bool:
     """Whether FP8 was emulated in all of the arm's runs."""
-    return all(is_emulated(summary.run.tree) for summary in arm.runs)
+    return all(is_emulated(summary.run) for summary in arm.runs)
 
 
 def _axes(arms: Sequence[ArmSummary]) -> tuple[str, ...]:

@@ -85,6 +85,7 @@ def train(
             **batch_metrics(groups, [s.advantage for b in batches for s in b], version, config),
             **collected.metrics,
             **combine(updates),
+            **policy.precision_metrics(),
             **timer.metrics(),
         }
         _record(observers, config, step, groups, batches, metrics)

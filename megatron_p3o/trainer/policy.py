@@ -159,6 +159,11 @@ class Policy:
         results = self._runner.backward(microbatches, scores, self._loss(trust))
         return self._step(results, trust)
 
+    def precision_metrics(self) -> dict[str, float]:
+        """Marks runs in which FP8 is emulated, by the trainer or by the rollout engine."""
+        is_emulated = self.model.fp8_emulation is not None or self.config.emulates_rollout
+        return {"precision/emulated": 1.0} if is_emulated else {}
+
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The whole model by Hugging Face name, one tensor at a time, on every rank."""
         return hf_tensors(self._architecture, self._gather)

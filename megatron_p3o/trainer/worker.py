@@ -132,6 +132,11 @@ def _observers(
     replace_text(run_dir.config, to_yaml(config))
     for notice in config.notices():
         print(f"warning: {notice}")
+    if config.precision.trainer_is_fp8 and context.device.type == "cpu":
+        print(
+            f"warning: precision.trainer={config.precision.trainer} is emulated on a CPU: rounded "
+            "numbers, multiplied in fp32; speed and memory say nothing about FP8"
+        )
     sinks: list[MetricSink] = [JsonlSink(run_dir.metrics, first_step=first_step)]
     if config.run.tensorboard:
         sinks.append(TensorBoardSink(run_dir.tensorboard, first_step=first_step))

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -10,7 +11,7 @@ import yaml
 from megatron_p3o.errors import InputError
 from megatron_p3o.study.arms import load_plan
 from megatron_p3o.study.runner import write_plan
-from megatron_p3o.study.runs import is_emulated, read_records, read_run, read_runs
+from megatron_p3o.study.runs import Run, is_emulated, read_records, read_run, read_runs
 from megatron_p3o.study.status import Attempt, append_status
 from tests.unit.studies import OBJECTIVES, write_run, write_study
 
@@ -150,8 +151,14 @@ def test_nothing_to_read_is_an_error(tmp_path: Path) -> None:
 
 
 def test_emulated_fp8_is_that_of_the_embedded_engine() -> None:
-    assert is_emulated({"precision": {"rollout": "fp8-block"}, "rollout": {"engine": "embedded"}})
-    assert is_emulated({"precision": {"rollout": "bf16", "rollout_kv_cache": "fp8_e4m3"}})
-    assert not is_emulated({"precision": {"rollout": "bf16"}, "rollout": {"engine": "embedded"}})
-    assert not is_emulated({"precision": {"rollout": "fp8-block"}, "rollout": {"engine": "sglang"}})
-    assert not is_emulated({})
+    def of(tree: dict[str, Any], **record: float) -> bool:
+        run = Run(name="r", labels={}, seed=0, tree=tree, records={0: {"step": 0, **record}})
+        return is_emulated(run)
+
+    assert of({"precision": {"rollout": "fp8-block"}, "rollout": {"engine": "embedded"}})
+    assert of({"precision": {"rollout": "bf16", "rollout_kv_cache": "fp8_e4m3"}})
+    assert not of({"precision": {"rollout": "bf16"}, "rollout": {"engine": "embedded"}})
+    assert not of({"precision": {"rollout": "fp8-block"}, "rollout": {"engine": "sglang"}})
+    assert not of({})
+    # A trainer that emulates FP8 says so in its metrics.
+    assert of({"precision": {"trainer": "fp8-mxfp8"}}, **{"precision/emulated": 1.0})
