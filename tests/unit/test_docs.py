@@ -22,7 +22,7 @@ MINIMAL = {
 
 def known_fields() -> set[str]:
     """The fields that docs/configuration.md lists; another test keeps that page current."""
-    return set(re.findall(r"^\| `([a-z_.]+)` \|", read(ROOT / "docs/configuration.md"), re.M))
+    return set(re.findall(r"^\| `([a-z0-9_.]+)` \|", read(ROOT / "docs/configuration.md"), re.M))
 
 
 def read(page: Path) -> str:
@@ -51,7 +51,7 @@ def test_named_files_exist(page: Path) -> None:
 def test_named_fields_exist(page: Path) -> None:
     sections = "|".join({field.partition(".")[0] for field in known_fields()})
     fields = known_fields()
-    for name in re.findall(rf"(?:`|--)((?:{sections})\.[a-z_]+(?:\.[a-z_]+)*)", read(page)):
+    for name in re.findall(rf"(?:`|--)((?:{sections})\.[a-z0-9_]+(?:\.[a-z0-9_]+)*)", read(page)):
         # A field may be the head of a subsection: data.reward.
         assert any(f == name or f.startswith(name + ".") for f in fields), name
 

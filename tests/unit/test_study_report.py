@@ -186,7 +186,7 @@ def test_emulated_fp8_is_said(tmp_path: Path) -> None:
     (root / "config.yaml").write_text(text.replace("rollout: fp32", "rollout: fp8-block"))
     write_report(tmp_path, tmp_path / "report")
     page = (tmp_path / "report/report.html").read_text()
-    assert '<p class="banner">Emulated FP8: in all runs the embedded engine' in page
+    assert '<p class="banner">Emulated FP8: in all runs FP8 numerics were' in page
     assert "<td>all (emulated FP8)</td>" in page
     assert rows(tmp_path / "report/summary.csv")[0]["emulated_fp8"] == "true"
 
