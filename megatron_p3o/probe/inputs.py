@@ -36,6 +36,7 @@ from megatron_p3o.probe.options import ProbeOptions
 from megatron_p3o.run_dir import RunDir
 from megatron_p3o.weights import ParamRow, param_rows
 from megatron_p3o.weights.resharding.detect import open_source
+from megatron_p3o.weights.resharding.endpoints import Source
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,24 +104,13 @@ def read_inputs(options: ProbeOptions) -> ProbeInputs:
     _check_lengths(prompts, sampling, architecture)
     if config is not None:
         resolve_reward(config.data.reward.name)
-    rows = param_rows(architecture)
-    wanted = {row.megatron for row in rows}
-    weights = {
-        name: part
-        for row in source.rows
-        if row.megatron in wanted
-        for name, part in zip(
-            row.hf, source.read(row).converted(torch.float32).parts(), strict=True
-        )
-        if isinstance(part, Tensor)
-    }
     rollout = config.rollout if config is not None else RolloutSection()
     return ProbeInputs(
         source=f"{options.target}" + (f" step {source.iteration}" if source.iteration else ""),
         model_dir=source.files,
         architecture=architecture,
-        rows=rows,
-        weights=weights,
+        rows=param_rows(architecture),
+        weights=_weights(source, architecture),
         tokenizer=tokenizer,
         prompts=prompts,
         sampling=sampling,
@@ -128,6 +118,21 @@ def read_inputs(options: ProbeOptions) -> ProbeInputs:
         batch_size=options.batch_size or rollout.batch_size,
         reward=None if config is None else config.data.reward,
     )
+
+
+def _weights(source: Source, architecture: ModelArchitecture) -> dict[str, Tensor]:
+    """All weights of the model, fp32, by checkpoint name."""
+    # A checkpoint may hold layers that predict further tokens, which the model does not have.
+    wanted = {row.megatron for row in param_rows(architecture)}
+    weights: dict[str, Tensor] = {}
+    for row in source.rows:
+        if row.megatron in wanted:
+            for name, part in zip(
+                row.hf, source.read(row).converted(torch.float32).parts(), strict=True
+            ):
+                assert isinstance(part, Tensor), name
+                weights[name] = part
+    return weights
 
 
 def _run_config(options: ProbeOptions) -> RunConfig | None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_p3o.config import RewardSection
 from megatron_p3o.data import RewardRequest, RewardRunner, check_failures
 from megatron_p3o.probe.inputs import ProbeInputs
 from megatron_p3o.probe.parts import (
@@ -77,7 +76,7 @@ class ProbeResult:
     ablation: AblationResult | None
 
 
-class _Bench:
+class Bench:
     """What measurements share."""
 
     def __init__(self, inputs: ProbeInputs, samples_per_prompt: int, progress: Progress) -> None:
@@ -92,9 +91,41 @@ class _Bench:
             batch_size=inputs.batch_size,
             device=self.device,
         )
-        self.generations: dict[str, list[Generation]] = {}
-        """By the name of the precision."""
+        self._samples: dict[str, list[Generation]] = {}
         self._places = {prompt.key: index for index, prompt in enumerate(inputs.prompts)}
+
+    def samples(self, precision: ServingPrecision) -> list[Generation]:
+        """Drawn as the precision is served, once."""
+        if precision.name not in self._samples:
+            num_prompts = len(self.inputs.prompts)
+            self.progress(f"{precision.name}: {num_prompts} x {self.samples_per_prompt} samples")
+            requests = [
+                GenerationRequest(
+                    prompt_id=prompt.key,
+                    prompt_ids=prompt.token_ids,
+                    num_samples=self.samples_per_prompt,
+                    step=0,
+                )
+                for prompt in self.inputs.prompts
+            ]
+            self._samples[precision.name] = self._engine(precision).generate(requests)
+        return self._samples[precision.name]
+
+    def _engine(self, precision: ServingPrecision) -> EmbeddedEngine:
+        inputs, is_bf16 = self.inputs, precision.section.rollout == "bf16"
+        engine = EmbeddedEngine(
+            inputs.model_dir,
+            sampling=inputs.sampling,
+            seed=inputs.seed,
+            batch_size=inputs.batch_size,
+            dtype=torch.bfloat16 if is_bf16 else torch.float32,
+            device=self.device,
+            eos_token_ids=inputs.architecture.eos_token_ids,
+            numerics=ServedNumerics.of(precision.section),
+            fp8_weights=frozenset(name for row in inputs.rows if row.fp8 for name in row.hf),
+        )
+        engine.update_weights(inputs.weights.items(), version=0)
+        return engine
 
     def place(self, generation: Generation) -> int:
         """Which of the prompts it answers."""
@@ -134,7 +165,7 @@ def measure(
         NonFiniteError: log-probs are NaN, or a ratio is not finite.
         RewardError: too many rewards failed.
     """
-    bench = _Bench(inputs, samples_per_prompt, progress)
+    bench = Bench(inputs, samples_per_prompt, progress)
     results = [_measure_precision(bench, precision) for precision in precisions]
     ablation = _ablate(bench, ablate_precision, ablate) if ablate else None
     return ProbeResult(
@@ -146,8 +177,8 @@ def measure(
     )
 
 
-def _measure_precision(bench: _Bench, precision: ServingPrecision) -> PrecisionResult:
-    generations = _sample(bench, precision)
+def _measure_precision(bench: Bench, precision: ServingPrecision) -> PrecisionResult:
+    generations = bench.samples(precision)
     prompts = [bench.place(generation) for generation in generations]
     log_ratios = [
         exact - torch.tensor(generation.logprobs, dtype=torch.float64)
@@ -161,49 +192,18 @@ def _measure_precision(bench: _Bench, precision: ServingPrecision) -> PrecisionR
             statistics.fmean(generation.finish_reason == "length" for generation in generations)
         ),
     }
-    if bench.inputs.reward is not None:
-        metrics["reward/mean"] = _reward(bench, generations, bench.inputs.reward)
+    if (reward := _reward(bench, generations)) is not None:
+        metrics["reward/mean"] = reward
     return PrecisionResult(
         precision=precision, metrics=metrics, positions=by_position(log_ratios, prompts)
     )
 
 
-def _sample(bench: _Bench, precision: ServingPrecision) -> list[Generation]:
-    """Samples as the precision is served; those of one precision are drawn once."""
-    if precision.name in bench.generations:
-        return bench.generations[precision.name]
-    inputs = bench.inputs
-    bench.progress(f"{precision.name}: {len(inputs.prompts)} x {bench.samples_per_prompt} samples")
-    is_bf16 = precision.section.rollout == "bf16"
-    engine = EmbeddedEngine(
-        inputs.model_dir,
-        sampling=inputs.sampling,
-        seed=inputs.seed,
-        batch_size=inputs.batch_size,
-        dtype=torch.bfloat16 if is_bf16 else torch.float32,
-        device=bench.device,
-        eos_token_ids=inputs.architecture.eos_token_ids,
-        numerics=ServedNumerics.of(precision.section),
-        fp8_weights=frozenset(name for row in inputs.rows if row.fp8 for name in row.hf),
-    )
-    engine.update_weights(inputs.weights.items(), version=0)
-    generations = engine.generate(
-        [
-            GenerationRequest(
-                prompt_id=prompt.key,
-                prompt_ids=prompt.token_ids,
-                num_samples=bench.samples_per_prompt,
-                step=0,
-            )
-            for prompt in inputs.prompts
-        ]
-    )
-    bench.generations[precision.name] = generations
-    return generations
-
-
-def _reward(bench: _Bench, generations: Sequence[Generation], section: RewardSection) -> Measured:
-    """Mean over the samples whose reward could be computed."""
+def _reward(bench: Bench, generations: Sequence[Generation]) -> Measured | None:
+    """Mean over the samples whose reward could be computed; None without a verifier or reward."""
+    section = bench.inputs.reward
+    if section is None:
+        return None
     texts = bench.inputs.tokenizer.batch_decode(
         [list(generation.response_ids) for generation in generations], skip_special_tokens=True
     )
@@ -223,13 +223,13 @@ def _reward(bench: _Bench, generations: Sequence[Generation], section: RewardSec
         if reward.value is not None
     ]
     if not kept:
-        return Measured(float("nan"))
+        return None
     values, prompts = zip(*kept, strict=True)
     return mean_by_prompt(torch.tensor(values, dtype=torch.float64), torch.tensor(prompts))
 
 
-def _ablate(bench: _Bench, precision: ServingPrecision, kinds: Sequence[str]) -> AblationResult:
-    generations = _sample(bench, _EXACT)
+def _ablate(bench: Bench, precision: ServingPrecision, kinds: Sequence[str]) -> AblationResult:
+    generations = bench.samples(_EXACT)
     sequences, exact = bench.sequences(generations), bench.exact(generations)
     prompts = [bench.place(generation) for generation in generations]
     numerics = ablation_numerics(precision.section)
