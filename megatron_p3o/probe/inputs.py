@@ -54,7 +54,7 @@ class ProbeInputs:
     """Everything but the ways of serving."""
 
     source: str
-    """Where the weights are from, for people."""
+    """Where the weights are from."""
     model_dir: Path
     """Configuration and tokenizer."""
     architecture: ModelArchitecture
@@ -82,7 +82,7 @@ def read_inputs(options: ProbeOptions) -> ProbeInputs:
     if config is not None and target.is_file():
         target = Path(config.model.path)
     if (target / "config.yaml").is_file():
-        _check_run_dir(target)
+        target = _latest_checkpoint(target)
     if not target.is_dir():
         raise InputError(
             f"MODEL_OR_RUN={str(target)!r} does not exist; give a model directory, a checkpoint, a "
@@ -106,7 +106,7 @@ def read_inputs(options: ProbeOptions) -> ProbeInputs:
         resolve_reward(config.data.reward.name)
     rollout = config.rollout if config is not None else RolloutSection()
     return ProbeInputs(
-        source=f"{options.target}" + (f" step {source.iteration}" if source.iteration else ""),
+        source=str(target),
         model_dir=source.files,
         architecture=architecture,
         rows=param_rows(architecture),
@@ -180,8 +180,8 @@ def _sampling(options: ProbeOptions, config: RunConfig | None) -> SamplingSectio
     return section.model_copy(update={k: v for k, v in given.items() if v is not None})
 
 
-def _check_run_dir(directory: Path) -> None:
-    """Raises InputError unless the run has a complete checkpoint."""
+def _latest_checkpoint(directory: Path) -> Path:
+    """Of a run dir; raises InputError unless it is complete."""
     run_dir = RunDir(directory)
     if not (run_dir.checkpoints / "latest").is_file():
         raise InputError(
@@ -189,7 +189,7 @@ def _check_run_dir(directory: Path) -> None:
             "(checkpoints/latest); train it with checkpoint.every above 0, or give its config.yaml "
             "to probe the model that it starts from"
         )
-    run_dir.latest_checkpoint()
+    return run_dir.latest_checkpoint()
 
 
 def _tokenizer(model_dir: Path) -> PreTrainedTokenizerBase:

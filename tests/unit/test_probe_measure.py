@@ -191,12 +191,16 @@ def test_a_run_dir_is_probed_by_its_checkpoint(tiny_model_dir: Path, tmp_path: P
     (tmp_path / "data.yaml").write_text(to_yaml(config))
     reshard(tmp_path / "run", tmp_path / "hf", ReshardOptions(to="hf"))
 
+    sources: list[str] = []
+
     def numbers(target: Path, **options: Any) -> dict[str, Any]:
         found = to_json(probe(target, "fp8-block", ablate=("layers",), **options))
-        del found["source"]
+        sources.append(found.pop("source"))
         return found
 
     of_run = numbers(tmp_path / "run")
     assert of_run == numbers(tmp_path / "hf", run=tmp_path / "data.yaml")
     assert of_run == numbers(checkpoint, run=tmp_path / "data.yaml")
     assert of_run != numbers(tmp_path / "data.yaml")
+    expected = [checkpoint, tmp_path / "hf", checkpoint, tiny_model_dir]
+    assert sources == [*map(str, expected)]
