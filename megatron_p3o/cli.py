@@ -14,6 +14,7 @@ import typer
 
 from megatron_p3o.config import RunConfig, json_schema, load_config
 from megatron_p3o.errors import RunError, UserError
+from megatron_p3o.probe.command import probe
 from megatron_p3o.study.commands import app as study_app
 
 app = typer.Typer(
@@ -23,6 +24,8 @@ app = typer.Typer(
     help="RL post-training on Megatron-Core with the P3O objective.",
 )
 
+# Here, since study tools import no torch.
+study_app.command("probe")(probe)
 app.add_typer(study_app, name="study")
 
 # Dotted overrides are options that typer does not know; they arrive in `context.args`.

@@ -78,6 +78,19 @@ def fingerprint(model_dir: str | Path) -> str:
     return digest.hexdigest()
 
 
+def check_tokenizer(model_dir: str | Path) -> None:
+    """Raises InputError unless the directory holds a tokenizer's files."""
+    # Without any of these transformers makes an empty tokenizer instead of failing.
+    files = ("tokenizer.json", "tokenizer.model", "vocab.json")
+    model_dir = Path(model_dir)
+    if not any((model_dir / name).is_file() for name in files):
+        raise model_error(
+            model_dir,
+            f"there is no tokenizer (none of {', '.join(files)}); copy the model's tokenizer files "
+            "into it",
+        )
+
+
 def model_error(model_dir: Path, problem: str) -> InputError:
     """An error that names the directory."""
     return InputError(f"model.path={str(model_dir)!r}: {problem}")

@@ -16,7 +16,7 @@ from megatron_p3o.config import RunConfig
 from megatron_p3o.data import PromptSet, load_prompts, resolve_reward
 from megatron_p3o.errors import ConfigurationError, InputError, UserError
 from megatron_p3o.fp8_shapes import check_fp8
-from megatron_p3o.model_files import fingerprint
+from megatron_p3o.model_files import check_tokenizer, fingerprint
 from megatron_p3o.run_dir import RunDir, read_trainer_state
 from megatron_p3o.splitting import check_layout
 
@@ -60,7 +60,7 @@ def check_run(config: RunConfig, *, resume: bool) -> RunInputs:
     reference = _read_reference(config, architecture)
     prompts = None
     if config.rollout.engine != "replay":
-        _check_tokenizer(Path(config.model.path))
+        check_tokenizer(config.model.path)
         prompts = load_prompts(config.data)
         resolve_reward(config.data.reward.name)
     elif not Path(str(config.rollout.replay_path)).is_file():
@@ -110,16 +110,6 @@ def _check_servers(config: RunConfig) -> None:
         raise InputError(
             f"rollout.launch.python={python!r} is no program; give the interpreter of SGLang's "
             "environment (on a CPU: make sglang, .venv-sglang/bin/python)"
-        )
-
-
-def _check_tokenizer(model_dir: Path) -> None:
-    # Without any of these transformers makes an empty tokenizer instead of failing.
-    files = ("tokenizer.json", "tokenizer.model", "vocab.json")
-    if not any((model_dir / name).is_file() for name in files):
-        raise InputError(
-            f"model.path={str(model_dir)!r} has no tokenizer (none of {', '.join(files)}); copy "
-            "the model's tokenizer files into it"
         )
 
 

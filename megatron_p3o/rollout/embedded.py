@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from megatron_p3o.config import SamplingSection, TemperatureShiftSection
@@ -19,6 +19,7 @@ from megatron_p3o.errors import NonFiniteError, RunError
 from megatron_p3o.rollout.emulation import EXACT, ServedNumerics, round_inputs
 from megatron_p3o.rollout.engine import Generation, GenerationRequest
 from megatron_p3o.rollout.noise import SampleNoise, invert_cdf
+from megatron_p3o.rollout.parameters import checkpoint_parameters
 from megatron_p3o.rollout.routers import RouterRecorder
 from megatron_p3o.types import FinishReason, RoutedExperts, VersionSpan
 
@@ -78,7 +79,7 @@ class EmbeddedEngine:
             .to(device)
             .eval()
         )
-        self._parameters = _by_checkpoint_name(self._model)
+        self._parameters = checkpoint_parameters(self._model)
         self._routers = RouterRecorder(self._model) if report_experts else None
         self._numerics = numerics
         self._rounded = fp8_weights if numerics.number_format is not None else frozenset()
@@ -274,31 +275,3 @@ def _distribution(logits_BV: Tensor, temperature: float) -> tuple[Tensor, Tensor
     z_BV = logits_BV.float() / temperature
     z_BV -= z_BV.amax(dim=1, keepdim=True)
     return z_BV, z_BV.exp().cumsum(dim=1, dtype=torch.float64)
-
-
-def _by_checkpoint_name(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Weights, or views of them, by the names of a Hugging Face checkpoint.
-
-    transformers 5 stacks a layer's experts, gates above ups, into one parameter in memory; the
-    checkpoint keeps one tensor for each projection of each expert, by other names for Mixtral.
-    """
-    named: dict[str, Tensor] = {}
-    names = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-    is_mixtral = model.config.model_type == "mixtral"
-    if is_mixtral:
-        names = {"gate": "w1", "up": "w3", "down": "w2"}
-    biases = (item for item in model.named_buffers() if item[0].endswith("e_score_correction_bias"))
-    for name, tensor in (*model.named_parameters(), *biases):
-        if is_mixtral:
-            name = name.replace(".mlp.", ".block_sparse_moe.")
-        prefix, _, stacked = name.rpartition(".experts.")
-        if stacked == "gate_up_proj":
-            for expert, both in enumerate(tensor.detach()):
-                for projection, part in zip(("gate", "up"), both.chunk(2), strict=True):
-                    named[f"{prefix}.experts.{expert}.{names[projection]}.weight"] = part
-        elif stacked == "down_proj":
-            for expert, part in enumerate(tensor.detach()):
-                named[f"{prefix}.experts.{expert}.{names['down']}.weight"] = part
-        else:
-            named[name] = tensor
-    return named

@@ -33,7 +33,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "trainer": LEAVES
     | {"algorithms", "weights", "rollout", "parallel", "data", "run_dir", "preflight", "api_key"},
     "study": {"config", "errors", "parent", "run_dir"},
-    "cli": LEAVES | {"plan", "preflight", "study", "trainer", "weights"},
+    "probe": {
+        *("algorithms", "architecture", "config", "data", "errors", "model_files"),
+        *("rollout", "run_dir", "weights"),
+    },
+    "cli": LEAVES | {"plan", "preflight", "probe", "study", "trainer", "weights"},
 }
 WITHOUT_TORCH = (
     "errors",
@@ -46,6 +50,7 @@ WITHOUT_TORCH = (
     "data",
     "plan",
     "preflight",
+    "probe.command",
     "study.commands",
     "study.report",
     "cli",
