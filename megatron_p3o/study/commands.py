@@ -19,6 +19,7 @@ from megatron_p3o.study.runner import (
     run_all,
     select,
     write_plan,
+    write_run,
 )
 
 app = typer.Typer(
@@ -38,6 +39,12 @@ def run(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would be done; write nothing.")
     ] = False,
+    only_write: Annotated[
+        bool,
+        typer.Option(
+            "--write", help="Write each RUN.yaml and print it with its run dir; start nothing."
+        ),
+    ] = False,
 ) -> None:
     """Run a study's arms, or go on with them: finished runs are skipped, others resumed."""
     plan = load_plan(study)
@@ -49,6 +56,11 @@ def run(
             console.print(Text(f"{actions[each.name].value:<14}  {each.name}"))
         return
     write_plan(plan)
+    if only_write:
+        for each in runs:
+            # Plain words, for a scheduler's script to read.
+            print(write_run(each), each.run_dir.root)
+        return
     lines = _Lines(console, len(runs))
     try:
         outcomes = run_all(plan, runs, jobs=jobs, on_start=lines.start, on_end=lines.end)

@@ -159,6 +159,22 @@ def write_plan(plan: Plan) -> None:
         ) from error
 
 
+def write_run(run: PlannedRun) -> Path:
+    """Write a run's RUN.yaml, for others to start.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    try:
+        run.yaml.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(run.yaml, to_yaml(run.config))
+    except OSError as error:
+        raise InputError(
+            f"{str(run.yaml)!r} cannot be written ({error.strerror}); choose another study.dir"
+        ) from error
+    return run.yaml
+
+
 def run_all(
     plan: Plan,
     runs: Sequence[PlannedRun],

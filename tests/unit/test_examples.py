@@ -8,15 +8,15 @@ import pytest
 
 from megatron_p3o.config import load_config
 from megatron_p3o.data import load_prompts, resolve_reward
+from megatron_p3o.study.arms import load_plan
+from tests.unit.example_files import ROOT, RUNS, STUDIES
 
-ROOT = Path(__file__).parents[2]
-EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
 # Those for clusters bring no data; tests/unit/test_cluster_examples.py checks them.
-LOCAL = [path for path in EXAMPLES if not path.parent.name.startswith("h100_")]
+LOCAL = [path for path in RUNS if not path.parent.name.startswith("h100_")]
 
 
 def test_the_shipped_examples_are_found() -> None:
-    names = {str(path.relative_to(ROOT)) for path in EXAMPLES}
+    names = {str(path.relative_to(ROOT)) for path in RUNS}
     assert {
         "examples/quickstart/run.yaml",
         "examples/quickstart/harder.yaml",
@@ -34,8 +34,23 @@ def test_an_example_loads_and_its_data_and_reward_exist(path: Path) -> None:
     assert verify(prompt=first.prompt, response=first.answer, answer=first.answer) == 1.0
 
 
+@pytest.mark.parametrize(
+    ("study", "num_runs"),
+    [
+        ("examples/fp8_study/study.yaml", 153),
+        ("examples/fp8_study/smollm2_study.yaml", 16),
+        ("examples/h100_qwen3_8b_fp8/study.yaml", 48),
+    ],
+)
+def test_the_studies_have_valid_arms(study: str, num_runs: int) -> None:
+    assert ROOT / study in STUDIES
+    plan = load_plan(ROOT / study)
+    assert len(plan.runs) == num_runs
+    assert all(run.config.run.dir.startswith(plan.study.study.dir) for run in plan.runs)
+
+
 def test_run_dirs_differ() -> None:
-    dirs = [load_config(path).run.dir for path in EXAMPLES]
+    dirs = [load_config(path).run.dir for path in RUNS]
     assert len(set(dirs)) == len(dirs)
 
 
@@ -45,7 +60,7 @@ def test_examples_load_without_torch() -> None:
         "[load_config(path) for path in sys.argv[1:]]; print('torch' in sys.modules)"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code, *map(str, EXAMPLES)],
+        [sys.executable, "-c", code, *map(str, RUNS)],
         capture_output=True,
         text=True,
         check=True,

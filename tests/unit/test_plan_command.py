@@ -11,6 +11,7 @@ import pytest
 from megatron_p3o.config import load_config
 from megatron_p3o.errors import UserError
 from megatron_p3o.plan import PlanOptions, make_plan, render
+from tests.unit.example_files import RUNS
 from tests.unit.plan_runs import (
     DENSE,
     EXPERTS,
@@ -192,7 +193,7 @@ def test_servers_or_trainers_that_wait_are_said() -> None:
     assert "move nodes from servers to trainers" in warned(config, server_nodes=64, mfu=0.01)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*/*.yaml")), ids=str)
+@pytest.mark.parametrize("path", RUNS, ids=str)
 def test_every_example_can_be_planned(path: Path, tmp_path: Path) -> None:
     architecture(tmp_path, DENSE, num_hidden_layers=4, num_key_value_heads=2)
     config = load_config(path, ["--model.path", str(tmp_path), "--layout.expert", "1"])

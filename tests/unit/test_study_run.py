@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from megatron_p3o.algorithms import EssSums
 from megatron_p3o.cli import app
+from megatron_p3o.config import load_config
 from megatron_p3o.errors import ConfigurationError, InputError, NonFiniteError
 from megatron_p3o.study.arms import Plan, load_plan
 from megatron_p3o.study.runner import Action, Outcome, check_plan, run_all, select, write_plan
@@ -256,6 +257,18 @@ def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert result.output.split() == ["start", "grpo/seed0"]
     assert not (tmp_path / "out").exists()
+
+
+def test_runs_can_be_written_for_a_scheduler(tmp_path: Path) -> None:
+    study = write_study(tmp_path, {"objective": OBJECTIVES}, seeds=[0, 1])
+    result = CliRunner().invoke(app, ["study", "run", str(study), "--write", "--only", "grpo"])
+    assert result.exit_code == 0
+    arm = tmp_path / "out" / "grpo"
+    expected = [f"{arm}/seed{seed}.yaml {arm}/seed{seed}" for seed in range(2)]
+    assert result.stdout.splitlines() == expected
+    assert load_config(arm / "seed1.yaml").run.seed == 1
+    assert load_config(arm / "seed1.yaml").objective.name == "grpo"
+    assert not (arm / "seed1").exists()
 
 
 def test_the_command_says_what_was_done(tmp_path: Path) -> None:
