@@ -89,7 +89,9 @@ def test_rounding_is_to_the_nearest_number_ties_to_even(
 @pytest.mark.parametrize("number_format", GENERIC, ids=by_name)
 def test_the_arithmetic_gives_the_bits_of_torchs_cast(number_format: FloatFormat) -> None:
     dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[number_format.name]
-    values = torch.cat([interesting(number_format), torch.randn(20_000) * 2 ** (8 * torch.randn(1))])
+    values = torch.cat(
+        [interesting(number_format), torch.randn(20_000) * 2 ** (8 * torch.randn(1))]
+    )
     cast = values.clamp(-number_format.max_value, number_format.max_value).to(dtype).float()
     ours = round_to_format(values, number_format)
     assert torch.equal(ours.view(torch.int32), cast.view(torch.int32))  # signs of zeros too
@@ -253,7 +255,9 @@ def test_empty_matrices_stay_empty(shape: tuple[int, int], block: tuple[int, int
 
 @pytest.mark.parametrize("block", [None, *BLOCKS], ids=str)
 def test_zeros_stay_zeros(block: tuple[int, int] | None) -> None:
-    assert torch.equal(fake_quantize(torch.zeros(3, 200), E4M3, Scaling(block)), torch.zeros(3, 200))
+    assert torch.equal(
+        fake_quantize(torch.zeros(3, 200), E4M3, Scaling(block)), torch.zeros(3, 200)
+    )
 
 
 @pytest.mark.parametrize("number_format", FORMATS, ids=by_name)
