@@ -162,8 +162,8 @@ def test_other_precisions_take_any_shape() -> None:
             replace(LATENT, num_attention_heads=2),
             trainer("fp8-blockwise", tensor=2),
             "layout.tensor=2: precision.trainer=fp8-blockwise needs each rank's share of the "
-            "model's attention output width=128 / 2 to be a multiple of 128; choose a smaller size, "
-            "or another precision",
+            "model's attention output width=128 / 2 to be a multiple of 128; choose a smaller "
+            "size, or another precision",
         ),
     ],
 )
