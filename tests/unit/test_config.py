@@ -372,6 +372,10 @@ def test_wrong_values_are_refused_with_field_value_and_rule(
             ["objective.correction.mode=mask", "objective.name=p3o", "reject"],
         ),
         (
+            {**SFT, "objective": {"name": "sft", "correction": {"mode": "mask", "high": 2.0}}},
+            ["objective.correction.mode=mask", "objective.name=sft", "remove it"],
+        ),
+        (
             {"reference.model_path": "models/r"},
             ["reference.model_path='models/r'", "reference.kl_coefficient=0", "remove"],
         ),
