@@ -20,8 +20,11 @@ What is shared with other ranks. A tensor-parallel rank rounds its own shard of 
 row-parallel layer's input, as Transformer Engine does. Blocks of a shard are those of the whole
 tensor when the shard begins at a multiple of the block, and then results do not depend on the
 layout; a scale of a whole tensor does depend on it. Under sequence parallelism the input is
-gathered first, so its scale is that of all positions. The history of `delayed` is of all ranks that
-share a layer; experts of the same place on their ranks share one, as on CUDA.
+gathered first, so its scale is that of all positions. Groups along T are of the tokens of one
+microbatch on one rank, so dw also depends on how a step is cut into microbatches and context
+shards: little with scales that are powers of two, which change how a number is rounded only where
+it is subnormal. The history of `delayed` is of all ranks that share a layer; experts of the same
+place on their ranks share one, as on CUDA.
 
 What is not as on CUDA. Products are summed in fp32. The history of `delayed` advances once per
 optimizer step, not per microbatch, so that scoring and training round alike; a tensor that has none

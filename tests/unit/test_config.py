@@ -33,6 +33,9 @@ MINIMAL: Mapping[str, Any] = {
     "train": {"steps": 4, "prompts_per_step": 8, "samples_per_prompt": 8},
 }
 
+SERVED = {"rollout.engine": "sglang", "rollout.launch.replicas": 1}
+SFT = {"objective.name": "sft", "rollout.engine": "answers"}
+
 
 def tree_with(changes: Mapping[str, Any]) -> dict[str, Any]:
     """MINIMAL with dotted fields set."""
@@ -237,7 +240,34 @@ def test_wrong_values_are_refused_with_field_value_and_rule(
             {"rollout.replay_path": "s.jsonl"},
             ["rollout.replay_path='s.jsonl'", "rollout.engine=replay", "embedded"],
         ),
-        ({"rollout.max_staleness": 1}, ["rollout.max_staleness=1", "sglang", "got embedded"]),
+        (
+            {
+                "rollout.max_staleness": 1,
+                "rollout.engine": "replay",
+                "rollout.replay_path": "s.jsonl",
+            },
+            ["rollout.max_staleness=1", "engine that generates", "got replay", "set it to 0"],
+        ),
+        (
+            {**SFT, "rollout.max_staleness": 2},
+            ["rollout.max_staleness=2", "engine that generates", "got answers", "set it to 0"],
+        ),
+        (
+            {"rollout.temperature_shift": {"sampled_at": 2.0}, **SERVED},
+            ["rollout.temperature_shift", "rollout.engine=embedded", "got sglang", "remove it"],
+        ),
+        (
+            {"rollout.temperature_shift": {"sampled_at": 2.0}, **SFT},
+            ["rollout.temperature_shift", "rollout.engine=embedded", "got answers", "remove it"],
+        ),
+        (
+            {"objective.name": "sft"},
+            ["objective.name=sft", "rollout.engine=embedded", "rollout.engine=answers"],
+        ),
+        (
+            {"rollout.engine": "answers"},
+            ["objective.name=p3o", "rollout.engine=answers", "objective.name=sft", "or neither"],
+        ),
         ({"rollout.engine": "sglang"}, ["has no servers", "rollout.launch.replicas"]),
         (
             {"rollout.servers": ["http://a:1", "http://a:1/"]},
@@ -256,10 +286,74 @@ def test_wrong_values_are_refused_with_field_value_and_rule(
             {"rollout.api_key_env": "A", "rollout.api_key_file": "b"},
             ["rollout.api_key_env='A'", "rollout.api_key_file='b'", "keep one"],
         ),
-        ({"precision.rollout": "fp8-block"}, ["precision.rollout=fp8-block", "got embedded"]),
         (
-            {"precision.rollout_kv_cache": "fp8_e4m3"},
-            ["precision.rollout_kv_cache=fp8_e4m3", "rollout.engine=sglang"],
+            {"precision.fp8.bf16_layers_at_end": 1, "precision.trainer": "bf16"},
+            ["precision.fp8.bf16_layers_at_end", "got bf16", "remove it", "fp8-blockwise"],
+        ),
+        (
+            {"precision.fp8.format": "e4m3"},
+            ["precision.fp8.format", "FP8 precision.trainer", "got fp32", "remove it"],
+        ),
+        (
+            {"precision.fp8.amax_history": 4, "precision.trainer": "fp8-tensorwise"},
+            ["precision.fp8.amax_history", "fp8-delayed", "got fp8-tensorwise", "remove it"],
+        ),
+        (
+            {"precision.fp8.amax_from": "most_recent", "precision.trainer": "fp8-blockwise"},
+            ["precision.fp8.amax_from", "fp8-delayed", "got fp8-blockwise", "remove it"],
+        ),
+        (
+            {"precision.fp8.margin": 1, "precision.trainer": "fp8-mxfp8"},
+            ["precision.fp8.margin", "fp8-delayed", "got fp8-mxfp8", "remove it"],
+        ),
+        (
+            {"precision.fp8.bf16_layers_at_start": 1, "precision.trainer": "fp8-delayed"},
+            ["precision.fp8.bf16_layers_at_start", "fp8-delayed", "all layers", "fp8-tensorwise"],
+        ),
+        (
+            {"precision.fp8.param_gather": True, "precision.trainer": "fp8-mxfp8"},
+            ["precision.fp8.param_gather=true", "fp8-mxfp8", "remove it"],
+        ),
+        (
+            {
+                "precision.fp8.param_gather": True,
+                "precision.trainer": "fp8-blockwise",
+                "optimizer.distributed": False,
+            },
+            ["precision.fp8.param_gather=true", "optimizer.distributed=true", "got false"],
+        ),
+        (
+            {"precision.rollout_activations": "unquantized"},
+            ["precision.rollout_activations=unquantized", "got fp32", "fp8-block"],
+        ),
+        (
+            {"precision.rollout_format": "e2m1", "precision.rollout": "bf16"},
+            ["precision.rollout_format=e2m1", "got bf16", "remove it", "fp8-block"],
+        ),
+        (
+            {**SERVED, "precision.rollout": "fp8-tensor"},
+            ["precision.rollout=fp8-tensor", "rollout.engine=embedded", "use fp8-block"],
+        ),
+        (
+            {**SERVED, "precision.rollout": "fp8-block", "precision.rollout_format": "e5m2"},
+            ["precision.rollout_format=e5m2", "rollout.engine=embedded", "remove it"],
+        ),
+        (
+            {
+                **SERVED,
+                "precision.rollout": "fp8-block",
+                "precision.rollout_activations": "unquantized",
+            },
+            ["precision.rollout_activations=unquantized", "rollout.engine=embedded", "remove it"],
+        ),
+        (
+            {
+                "precision.trainer": "fp8-blockwise",
+                "train.packing": True,
+                "train.max_tokens_per_microbatch": 1152,
+                "data.max_prompt_tokens": 1026,
+            },
+            ["1153 tokens", "1168 when padded to a multiple of 16", "raise it to 1168"],
         ),
         (
             {"objective": {"name": "p3o", "cap": "constant"}},
@@ -276,6 +370,10 @@ def test_wrong_values_are_refused_with_field_value_and_rule(
         (
             {"objective": {"name": "p3o", "correction": {"mode": "mask", "high": 2.0}}},
             ["objective.correction.mode=mask", "objective.name=p3o", "reject"],
+        ),
+        (
+            {**SFT, "objective": {"name": "sft", "correction": {"mode": "mask", "high": 2.0}}},
+            ["objective.correction.mode=mask", "objective.name=sft", "remove it"],
         ),
         (
             {"reference.model_path": "models/r"},
@@ -416,9 +514,24 @@ FULL: Mapping[str, Any] = {
     "reference": {"kl_coefficient": 0.01, "kl_estimator": "k2", "model_path": "models/r"},
     "train.dynamic_sampling.max_rounds": 3,
 }
+FP8: Mapping[str, Any] = {
+    "precision": {
+        "trainer": "fp8-delayed",
+        "fp8": {"format": "e4m3", "margin": 1, "amax_history": 4, "amax_from": "most_recent"},
+        "rollout": "fp8-tensor",
+        "rollout_activations": "unquantized",
+        "rollout_format": "e2m1",
+        "rollout_kv_cache": "fp8_e5m2",
+    },
+    "rollout.max_staleness": 2,
+    "rollout.temperature_shift": {"sampled_at": 1.5, "logprobs": "assumed"},
+}
 
 
-@pytest.mark.parametrize("changes", [{}, FULL, *({"objective.name": n} for n in OBJECTIVE_NAMES)])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, FULL, FP8, SFT, *({"objective.name": n} for n in OBJECTIVE_NAMES if n != "sft")],
+)
 def test_yaml_round_trip(tmp_path: Path, changes: dict[str, Any]) -> None:
     config = parse_config(tree_with(changes))
     path = tmp_path / "config.yaml"
@@ -486,3 +599,49 @@ def test_open_servers_without_a_key_are_warned_of() -> None:
     assert "rollout.launch.host='0.0.0.0'" in notice and "rollout.api_key_env" in notice
     for change in ({"rollout.api_key_env": "KEY"}, {"rollout.launch.host": "127.0.0.1"}):
         assert parse_config(tree_with({**open_servers, **change})).notices() == []
+
+
+@pytest.mark.parametrize(
+    ("trainer", "format_given", "format_meant"),
+    [
+        ("fp8-delayed", "auto", "hybrid"),
+        ("fp8-tensorwise", "auto", "hybrid"),
+        ("fp8-blockwise", "auto", "e4m3"),
+        ("fp8-mxfp8", "auto", "e4m3"),
+        ("fp8-delayed", "e4m3", "e4m3"),
+        ("fp8-blockwise", "hybrid", "hybrid"),
+    ],
+)
+def test_the_fp8_format_follows_from_the_recipe_unless_given(
+    trainer: str, format_given: str, format_meant: str
+) -> None:
+    fields = {"precision.trainer": trainer, "precision.fp8.format": format_given}
+    precision = parse_config(tree_with(fields)).precision
+    assert precision.fp8_format == format_meant
+    assert precision.fp8_recipe == trainer.removeprefix("fp8-")
+    assert precision.trainer_is_fp8 and not precision.rollout_is_fp8
+
+
+SP_OF_3 = {"layout.tensor": 3, "layout.sequence_parallel": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "multiple"),
+    [
+        ({}, 1),
+        ({"layout.tensor": 2}, 1),
+        ({"layout.context": 2}, 4),
+        (SP_OF_3, 3),
+        ({**SP_OF_3, "layout.context": 2}, 12),
+        # With FP8 each rank's part is a multiple of 16 tokens, or 32.
+        ({"precision.trainer": "bf16"}, 1),
+        ({"precision.trainer": "fp8-delayed"}, 16),
+        ({"precision.trainer": "fp8-mxfp8"}, 32),
+        ({"precision.trainer": "fp8-blockwise", "layout.tensor": 2}, 16),
+        ({"precision.trainer": "fp8-blockwise", "layout.context": 2}, 32),
+        ({"precision.trainer": "fp8-tensorwise", **SP_OF_3}, 48),
+        ({"precision.trainer": "fp8-mxfp8", **SP_OF_3, "layout.context": 2}, 192),
+    ],
+)
+def test_what_sequences_are_padded_to(changes: dict[str, Any], multiple: int) -> None:
+    assert parse_config(tree_with(changes)).sequence_multiple == multiple

@@ -1,11 +1,13 @@
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_p3o.config import DataSection
-from megatron_p3o.data.generators import arithmetic, resolve_generator
+from megatron_p3o.data.generators import arithmetic, resolve_generator, running_sums
 from megatron_p3o.data.prompts import PromptItem, load_prompts
+from megatron_p3o.data.rewards import integer_match
 from megatron_p3o.errors import ConfigurationError, InputError
 
 
@@ -66,6 +68,58 @@ def test_arithmetic_through_the_configuration() -> None:
     prompts = load_prompts(generated("arithmetic", operations=["-"], max_operand=1))
     assert prompts[1] == PromptItem("1", "What is 0-1? Answer with just the number.", "-1")
     assert [item.answer for item in prompts] == ["0", "-1", "1", "0"]
+
+
+@pytest.mark.parametrize(("num_terms", "max_term"), [(2, 1), (4, 9), (7, 120)])
+def test_running_sums_show_every_step_and_their_last_number_verifies(
+    num_terms: int, max_term: int
+) -> None:
+    problems = running_sums(num_prompts=500, num_terms=num_terms, max_term=max_term, seed=3)
+    assert len(problems) == 500
+    for prompt, answer in problems:
+        first, *rest = re.findall(r"[+-]?\d+", prompt)
+        assert "".join([first, *rest, "="]) == prompt
+        assert len(rest) == num_terms - 1
+        assert all(1 <= int(term.lstrip("+-")) <= max_term for term in [first, *rest])
+        total, totals = int(first), []
+        for term in rest:
+            total += int(term)
+            totals.append(total)
+        assert min(totals) >= 0
+        assert answer == "=".join(map(str, totals))
+        assert integer_match(prompt, answer, answer) == 1.0
+        assert integer_match(prompt, str(total), answer) == 1.0
+        assert integer_match(prompt, str(total + 1), answer) == 0.0
+        # The wrong steps and the right end: only supervised training sees the difference.
+        assert integer_match(prompt, f"0=1={total}", answer) == 1.0
+    signs = "".join(prompt for prompt, _ in problems)
+    assert 0.2 < signs.count("-") / (signs.count("-") + signs.count("+")) < 0.6
+
+
+def test_running_sums_are_drawn_from_their_seed() -> None:
+    assert running_sums(num_prompts=3, seed=1) == running_sums(num_prompts=9, seed=1)[:3]
+    assert running_sums(num_prompts=9, seed=1) != running_sums(num_prompts=9, seed=2)
+    prompts = load_prompts(generated("running_sums", num_prompts=2, num_terms=2, max_term=3))
+    assert [(p.prompt, p.answer) for p in prompts] == running_sums(
+        num_prompts=2, num_terms=2, max_term=3
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_prompts": 0}, "num_prompts=0 must be a whole number from 1 to 10000000; mend it"),
+        ({"num_prompts": 10**8}, "num_prompts=100000000 must be a whole number from 1"),
+        ({"num_terms": 1}, "num_terms=1 must be a whole number from 2"),
+        ({"max_term": 2.0}, "max_term=2.0 must be a whole number from 1"),
+        ({"max_term": True}, "max_term=True must be"),
+        ({"seed": -1}, "seed=-1 must be a whole number from 0"),
+        ({"terms": 3}, "unexpected keyword argument 'terms'"),
+    ],
+)
+def test_running_sums_refuse_bad_arguments(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        load_prompts(generated("running_sums", **arguments))
 
 
 USER_MODULE = """

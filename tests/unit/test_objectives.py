@@ -42,6 +42,7 @@ from megatron_p3o.config import (
     ReinforceObjective,
     RLOOObjective,
     SAPOObjective,
+    SFTObjective,
 )
 from megatron_p3o.config.objectives import OBJECTIVE_NAMES
 from megatron_p3o.errors import ConfigurationError
@@ -60,6 +61,7 @@ CONFIGS: Mapping[str, ObjectiveBase] = {
     "cispo": CISPOObjective(clip_high=1.5),
     "sapo": SAPOObjective(tau_positive=1.5, tau_negative=2.3),
     "ppo_decoupled": PPODecoupledObjective(behavior_weight_cap=1.3),
+    "sft": SFTObjective(),
 }
 
 
@@ -260,6 +262,10 @@ def ppo_decoupled_oracle(data: Sequences) -> Oracle:
     return token_mean(data, each(data, term))
 
 
+def sft_oracle(data: Sequences) -> Oracle:
+    return token_mean(data, each(data, lambda p, b, q, a: (-p, np.full_like(p, -1.0))))
+
+
 ORACLES: Mapping[str, Callable[[Sequences], Oracle]] = {
     "p3o": p3o_oracle,
     "p4o": p4o_oracle,
@@ -272,6 +278,7 @@ ORACLES: Mapping[str, Callable[[Sequences], Oracle]] = {
     "cispo": cispo_oracle,
     "sapo": sapo_oracle,
     "ppo_decoupled": ppo_decoupled_oracle,
+    "sft": sft_oracle,
 }
 
 
@@ -434,7 +441,7 @@ def test_nan_is_never_hidden(name: str, config: ObjectiveBase) -> None:
     assert LOSSES[name](stats, trust, config).loss_sum.isnan()
 
 
-@pytest.mark.parametrize("name", OBJECTIVE_NAMES)
+@pytest.mark.parametrize("name", [name for name in OBJECTIVE_NAMES if name != "sft"])
 def test_on_policy_every_gradient_is_that_of_reinforce(name: str) -> None:
     batch = [(a, [(0.0, 0.0, t[2]) for t in tokens]) for a, tokens in FIXED]
     data = sequences_of(batch)
@@ -697,3 +704,31 @@ def test_a_loss_reads_no_optional_input_that_it_does_not_name(
     assert torch.equal(
         LOSSES[name](bare, trust, config).loss_sum, LOSSES[name](stats, trust, config).loss_sum
     )
+
+
+@settings(max_examples=40)
+@given(batches, st.lists(st.floats(0, 3), min_size=25, max_size=25))
+def test_sft_is_the_weighted_negative_log_likelihood_whatever_the_policy(
+    batch: Batch, weights: list[float]
+) -> None:
+    """Neither advantages nor ratios nor trust play a part."""
+    data = sequences_of(batch)
+    stats = stats_of(data, CONFIGS["sft"])
+    stats = replace(
+        stats, token_weights=torch.tensor(weights[: data.num_tokens], dtype=torch.float64)
+    )
+    output = LOSSES["sft"](stats, trust_of(data), SFTObjective())
+    given_weights = stats.token_weights.numpy()
+    want = -(given_weights * np.concatenate(data.logp)).sum()
+    assert output.loss_sum.item() == pytest.approx(want, rel=1e-12, abs=1e-12)
+    assert output.metrics["loss/score"].item() == output.loss_sum.item()
+    assert output.metrics["loss/kl"].item() == 0
+    assert gradient_of(output, stats).tolist() == (-given_weights).tolist()
+    other = replace(
+        stats,
+        advantages=-5 * stats.advantages,
+        rollout_logprobs=stats.rollout_logprobs - 9,
+        proximal_logprobs=stats.proximal_logprobs + 9,
+    )
+    trust = trust_of(sequences_of(FIXED))
+    assert LOSSES["sft"](other, trust, SFTObjective()).loss_sum.item() == output.loss_sum.item()
