@@ -379,8 +379,8 @@ def test_a_lost_server_costs_no_sample_and_comes_back(
 
     async def scenario() -> list[Response]:
         tasks = [asyncio.create_task(cluster.sampler.sample(str(i), PROMPT, 400)) for i in range(8)]
-        await asyncio.sleep(0.7)
-        assert fleet._places[victim.url].in_flight > 0
+        await until(lambda: fleet._places[victim.url].in_flight > 0)
+        await asyncio.sleep(0.5)  # into the middle of their generation
         for process in server_pids(victim.process):
             os.kill(process.pid, number)
         responses = await asyncio.gather(*tasks)
