@@ -1,7 +1,7 @@
 """How GPUs are connected, from the table that `nvidia-smi topo -m` prints.
 
-    NV18   18 NVLinks      PIX, PXB   PCIe bridges      PHB   through the CPU
-    NODE   within one NUMA node       SYS   between NUMA nodes
+NV18   18 NVLinks      PIX, PXB   PCIe bridges      PHB   through the CPU
+NODE   within one NUMA node       SYS   between NUMA nodes
 """
 
 import re

@@ -16,6 +16,7 @@ from megatron_p3o.config import PrecisionSection
 from megatron_p3o.errors import ConfigurationError
 from megatron_p3o.parallel.fp8_support import missing_support
 
+
 def parameter_dtype(precision: PrecisionSection, device_type: str) -> torch.dtype:
     """Type of the parameters: bf16 beside FP8 products, fp32 where these are emulated."""
     if precision.trainer_is_fp8:
