@@ -15,7 +15,7 @@ from megatron_p3o.doctor.findings import Finding, exit_code
 from megatron_p3o.doctor.hardware import hardware_findings
 from megatron_p3o.doctor.report import print_findings, to_json
 from megatron_p3o.doctor.run import run_findings
-from megatron_p3o.doctor.run_facts import read_run_facts
+from megatron_p3o.doctor.run_facts import read_run_facts, starts_servers
 from megatron_p3o.doctor.software import software_findings
 from megatron_p3o.doctor.system import read_facts
 from megatron_p3o.errors import ConfigurationError
@@ -30,7 +30,7 @@ def doctor(
     ] = None,
     sglang_python: Annotated[
         str | None,
-        typer.Option(help="Interpreter of SGLang; rollout.launch.python, else this one."),
+        typer.Option(help="SGLang's interpreter, else this one; a run names its own."),
     ] = None,
     one_step: Annotated[
         bool, typer.Option("--dry-run", help="Also do one step, in a temporary directory.")
@@ -73,8 +73,10 @@ def doctor(
 def _read(config: RunConfig | None, sglang_python: str | None, timeout_s: float) -> Facts:
     if config is None:
         return read_facts(sglang_python=sglang_python, disk=Path(), timeout_s=timeout_s)
+    if starts_servers(config):
+        sglang_python = config.rollout.launch.python
     return read_facts(
-        sglang_python=sglang_python or config.rollout.launch.python,
+        sglang_python=sglang_python,
         disk=Path(config.run.dir),
         timeout_s=timeout_s,
     )

@@ -108,8 +108,12 @@ def check_memory(facts: Facts, run: RunFacts) -> Finding:
             part=part,
             status="ok" if is_enough else "warning",
             found=f"about {gigabytes(needed)} of {gigabytes(facts.usable_memory_bytes)} for all "
-            f"ranks: {largest}",
-            remedy="" if is_enough else "lower train.microbatch_size or layout.data",
+            f"ranks at the longest sequence: {largest}",
+            used="an estimate",
+            remedy=""
+            if is_enough
+            else "lower train.microbatch_size, layout.data, or data.max_prompt_tokens where "
+            "prompts are shorter",
         )
     fits = worst.total <= run.plan.memory_bytes
     return Finding(
@@ -262,11 +266,8 @@ def disk_bytes(config: RunConfig, plan: Plan) -> int:
 
 
 def _told(part: str, problem: str) -> Finding:
-    """An error's message, its remedy apart where it has one."""
-    found, semicolon, remedy = problem.rpartition("; ")
-    return Finding(
-        part=part,
-        status="broken",
-        found=found if semicolon else problem,
-        remedy=remedy if semicolon else "",
-    )
+    """An error's message, with its remedy apart where it has one."""
+    found, _, remedy = problem.rpartition("; ")
+    if not found:
+        found, remedy = problem, ""
+    return Finding(part=part, status="broken", found=found, remedy=remedy)

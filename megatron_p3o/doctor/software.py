@@ -251,13 +251,11 @@ def check_sglang(facts: Facts) -> Finding:
         "make sglang (CPU) or an environment with "
         f"sglang=={tested_versions.SGLANG[-1]}; name it: --sglang-python PATH"
     )
-    said = f"not in {facts.sglang_interpreter}" + (
-        f": {package.problem}" if package.problem else ""
-    )
+    why = f": {package.problem}" if package.problem else ""
     return Finding(
         part=part,
         status="broken" if facts.is_sglang_wanted else "fallback",
-        found=said,
+        found=f"not in {facts.sglang_interpreter}{why}",
         used="rollout.engine: embedded",
         remedy=remedy,
     )

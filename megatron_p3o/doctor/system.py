@@ -39,7 +39,15 @@ class Ran:
     stderr: str = ""
 
 
-def run_program(words: Sequence[str], timeout_s: float) -> Ran:
+def run_program(words: Sequence[str], timeout_s: float, *, without: Sequence[str] = ()) -> Ran:
+    """Run it to its end.
+
+    Args:
+        words: the command.
+        timeout_s: after which it is ended.
+        without: environment variables that it shall not see.
+    """
+    environment = {name: value for name, value in os.environ.items() if name not in without}
     try:
         done = subprocess.run(
             words,
@@ -48,6 +56,7 @@ def run_program(words: Sequence[str], timeout_s: float) -> Ran:
             errors="replace",
             timeout=timeout_s,
             stdin=subprocess.DEVNULL,
+            env=environment,
         )
     except subprocess.TimeoutExpired:
         return Ran(code=None, stderr=f"gave no answer within {timeout_s:g} s")
@@ -99,9 +108,10 @@ def read_facts(*, sglang_python: str | None, disk: Path, timeout_s: float) -> Fa
 def probe_package(interpreter: str, name: str, timeout_s: float) -> Package:
     """Import a package in a process of its own."""
     program = importlib.resources.files("megatron_p3o.doctor") / "package_probe.py"
-    return read_answer(
-        run_program([interpreter, "-c", program.read_text(encoding="utf-8"), name], timeout_s)
-    )
+    words = [interpreter, "-c", program.read_text(encoding="utf-8"), name]
+    # Another environment's packages are not those of this one's path; servers start without it too.
+    without = () if interpreter == sys.executable else ("PYTHONPATH", "PYTHONHOME")
+    return read_answer(run_program(words, timeout_s, without=without))
 
 
 def read_answer(ran: Ran) -> Package:
