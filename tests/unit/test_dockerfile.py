@@ -34,7 +34,7 @@ def parse(text: str) -> tuple[dict[str, str], dict[str, Stage]]:
     before: dict[str, str] = {}
     stages: dict[str, Stage] = {}
     current: Stage | None = None
-    for line in re.sub(r"\\\n\s*", " ", kept).splitlines():
+    for line in re.sub(r"\s*\\\n\s*", " ", kept).splitlines():
         if not line.strip():
             continue
         keyword, _, rest = line.partition(" ")
