@@ -9,6 +9,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
+import pathlib
 import sys
 from typing import Any
 
@@ -46,7 +47,7 @@ def describe(name: str) -> dict[str, Any]:
     distributions, modules = PACKAGES[name]
     if not has_module(modules[0].partition(".")[0]) or not has_module(modules[0]):
         return {"is_installed": False}
-    if name == "apex" and not has_module("apex.multi_tensor_apply"):
+    if name == "apex" and not is_nvidias_apex():
         # PyPI's apex is another program; importing it may run anything.
         return {"version": version(distributions), "details": {"is_nvidia": False}}
     for module in modules:
@@ -75,6 +76,13 @@ def describe_torch() -> dict[str, Any]:
         if found
         else [],
     }
+
+
+def is_nvidias_apex() -> bool:
+    """Told by a file of it: to look for a module in a package would import the package."""
+    spec = importlib.util.find_spec("apex")
+    places = spec.submodule_search_locations if spec else None
+    return any((pathlib.Path(place) / "multi_tensor_apply").is_dir() for place in places or ())
 
 
 def has_module(name: str) -> bool:

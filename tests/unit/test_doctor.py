@@ -77,6 +77,7 @@ def h100(**changes: Any) -> Facts:
             version="0.1", details={"is_nvidia": True, "parts": ["amp_C", "fast_layer_norm"]}
         ),
         "flash-attn": Package(version="2.8.3"),
+        "ray": Package(version="2.60.0"),
     }
     fields: dict[str, Any] = {
         "packages": packages,
@@ -362,7 +363,7 @@ def test_real_packages_are_probed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     other = system.probe_package(sys.executable, "apex", 60.0)
     assert other.details == {"is_nvidia": False}
-    (tmp_path / "apex/multi_tensor_apply.py").write_text("")
+    (tmp_path / "apex/multi_tensor_apply").mkdir()
     (tmp_path / "apex/__init__.py").write_text("")
     (tmp_path / "amp_C.py").write_text("")
     nvidia = system.probe_package(sys.executable, "apex", 60.0)
