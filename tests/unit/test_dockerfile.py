@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -140,7 +141,7 @@ def test_common_rules(name: str) -> None:
     assert all(Path(path).is_absolute() for path in stage.all("WORKDIR"))  # DL3000
     assert all(" cd " not in f" {run} " for run in stage.all("RUN"))  # DL3003
     words = [keyword for keyword, _ in stage.instructions]
-    assert ("RUN", "RUN") not in zip(words, words[1:], strict=False)  # DL3059
+    assert ("RUN", "RUN") not in pairwise(words)  # DL3059
     for keyword in ("ENTRYPOINT", "CMD"):  # DL3025, DL4003, DL4004
         (instruction,) = stage.all(keyword)
         assert isinstance(json.loads(instruction), list)
