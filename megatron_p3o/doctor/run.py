@@ -39,6 +39,8 @@ def check_inputs(run: RunFacts) -> Finding:
 def check_layout(config: RunConfig, facts: Facts, run: RunFacts) -> Finding:
     """Ranks, and GPUs of servers that are started here, against the GPUs."""
     part = "layout"
+    if run.plan is None and run.plan_problem == run.inputs_problem:
+        return Finding(part=part, status="warning", found="not compared", remedy="see p3o check")
     if run.plan is None:
         return _told(part, str(run.plan_problem))
     ranks, gpus = run.plan.layout.world_size, facts.torch_gpus
@@ -98,7 +100,7 @@ def check_memory(facts: Facts, run: RunFacts) -> Finding:
     """The plan's bytes against a GPU's, or against this machine's memory."""
     part = "memory"
     if run.plan is None:
-        return Finding(part=part, status="warning", found="not estimated", remedy="see layout")
+        return Finding(part=part, status="warning", found="not estimated", remedy="see above")
     worst = run.plan.worst_stage
     largest = _largest_parts(worst)
     if not facts.torch_gpus:

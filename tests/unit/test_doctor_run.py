@@ -110,6 +110,13 @@ def test_a_layout_that_does_not_fit_the_model_is_broken() -> None:
     )
 
 
+def test_one_cause_is_told_once() -> None:
+    problem = "model.path='x': no such directory; give one"
+    facts = RunFacts(inputs_problem=problem, plan_problem=problem)
+    found = run.run_findings(run_config(Path("x")), laptop(), facts)
+    assert [finding.part for finding in found if finding.status == "broken"] == ["p3o check"]
+
+
 def test_memory_of_the_plan_against_this_gpu(model: Path) -> None:
     config, facts = run_config(model), gpus(1)
     fits = run.check_memory(facts, planned(config, facts))
