@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from megatron_p3o.config import RunConfig, json_schema, load_config
+from megatron_p3o.doctor.command import doctor
 from megatron_p3o.errors import RunError, UserError
 from megatron_p3o.probe.command import probe
 from megatron_p3o.study.commands import app as study_app
@@ -90,6 +91,9 @@ def check(
     for notice in config.notices():
         print(f"warning: {notice}")
     print(f"{run}: {config.objective.name} on a {inputs.architecture.family} model, ready to train")
+
+
+app.command(context_settings=_OVERRIDES)(doctor)
 
 
 # The words of `p3o plan`; what they mean and their defaults are in `plan.PlanOptions`.

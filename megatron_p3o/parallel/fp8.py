@@ -6,8 +6,6 @@ distributed/distributed_data_parallel_config.py and optimizer/optimizer_config.p
 """
 
 import importlib.util
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,15 +14,7 @@ from torch import Tensor
 
 from megatron_p3o.config import PrecisionSection
 from megatron_p3o.errors import ConfigurationError
-
-_LEAST_CAPABILITY: Mapping[str, tuple[tuple[int, int], str]] = MappingProxyType(
-    {
-        "delayed": ((8, 9), "Ada or Hopper"),
-        "tensorwise": ((8, 9), "Ada or Hopper"),
-        "blockwise": ((9, 0), "Hopper"),
-        "mxfp8": ((10, 0), "Blackwell"),
-    }
-)
+from megatron_p3o.parallel.fp8_support import missing_support
 
 
 def parameter_dtype(precision: PrecisionSection, device_type: str) -> torch.dtype:
@@ -93,26 +83,3 @@ def check_device(precision: PrecisionSection, device: torch.device) -> None:
     )
     if problem:
         raise ConfigurationError(f"precision.trainer={precision.trainer} {problem}")
-
-
-def missing_support(
-    recipe: str, capability: tuple[int, int], *, has_transformer_engine: bool
-) -> str | None:
-    """Why a GPU cannot compute by a recipe, with the remedy; None when it can.
-
-    Args:
-        recipe: Megatron's name of it.
-        capability: CUDA compute capability.
-        has_transformer_engine: whether it is installed.
-    """
-    if not has_transformer_engine:
-        return "needs Transformer Engine; install transformer-engine[pytorch], or choose bf16"
-    least, family = _LEAST_CAPABILITY[recipe]
-    if capability >= least:
-        return None
-    able = [name for name, (needed, _) in _LEAST_CAPABILITY.items() if capability >= needed]
-    remedy = f"choose {' or '.join(f'fp8-{name}' for name in able)}" if able else "choose bf16"
-    return (
-        f"needs a GPU of compute capability {least[0]}.{least[1]} ({family}) or later; this one "
-        f"has {capability[0]}.{capability[1]}: {remedy}"
-    )

@@ -10,11 +10,15 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "megatron_p3o"
 # What a part may import of ours, besides itself.
-LEAVES = {"types", "config", "errors", "architecture", "model_files", "parent", "numerics"}
+LEAVES = {
+    *("types", "config", "errors", "architecture", "model_files", "parent", "numerics"),
+    "tested_versions",
+}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "parent": set(),
     "api_key": {"config", "errors"},
+    "tested_versions": set(),
     "types": set(),
     "numerics": set(),
     "config": {"errors"},
@@ -37,7 +41,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("algorithms", "architecture", "config", "data", "errors", "model_files"),
         *("rollout", "run_dir", "weights"),
     },
-    "cli": LEAVES | {"plan", "preflight", "probe", "study", "trainer", "weights"},
+    "doctor": {
+        *("api_key", "config", "errors", "parallel", "plan", "preflight", "run_dir"),
+        "tested_versions",
+    },
+    "cli": LEAVES | {"doctor", "plan", "preflight", "probe", "study", "trainer", "weights"},
 }
 WITHOUT_TORCH = (
     "errors",
@@ -50,6 +58,7 @@ WITHOUT_TORCH = (
     "data",
     "plan",
     "preflight",
+    "doctor.command",
     "probe.command",
     "study.commands",
     "study.report",

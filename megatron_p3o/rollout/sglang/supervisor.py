@@ -22,8 +22,8 @@ from megatron_p3o.rollout.sglang.client import GenerateClient
 from megatron_p3o.rollout.sglang.control import ServerInfo
 from megatron_p3o.rollout.sglang.errors import CallRefused, ServerError
 from megatron_p3o.rollout.sglang.process import ManagedProcess
+from megatron_p3o.tested_versions import SGLANG as TESTED_VERSIONS
 
-TESTED_VERSIONS = ("0.5.23",)
 # While a server starts or is suspect, it is looked at more often than a healthy one.
 _QUICK_PROBE_S = 0.5
 _MAX_BACKOFF_S = 60.0
