@@ -6,6 +6,8 @@
 <dir>/curves.png                    drawn when the run ends
 <dir>/checkpoints/step_<N>/         a complete checkpoint after N steps
 <dir>/checkpoints/latest            text: the name of the newest complete checkpoint
+<dir>/wandb_id, <dir>/mlflow_id     text: the run's id there, with logging.wandb, logging.mlflow
+<dir>/wandb/                        wandb's own files
 <dir>/servers/                      logs of the rollout servers that the run started
 <dir>/weights/version_<N>/          the weights published last, with rollout.publish.transport=disk
 """
@@ -44,6 +46,19 @@ class RunDir:
     @property
     def tensorboard(self) -> Path:
         return self.root / "tensorboard"
+
+    @property
+    def wandb(self) -> Path:
+        """Where wandb, told to use the run dir, keeps its files."""
+        return self.root / "wandb"
+
+    @property
+    def wandb_id(self) -> Path:
+        return self.root / "wandb_id"
+
+    @property
+    def mlflow_id(self) -> Path:
+        return self.root / "mlflow_id"
 
     @property
     def servers(self) -> Path:

@@ -25,6 +25,7 @@ _ABSENT = "-"
 # Fields that say where a run ran, not what it computed.
 _ELSEWHERE = (
     "run.",
+    "logging.",
     "checkpoint.",
     "rollout.servers",
     "rollout.router",
