@@ -106,6 +106,18 @@ def read_trainer_state(checkpoint: Path) -> dict[str, Any]:
     return json.loads(trainer_state_path(checkpoint).read_text(encoding="utf-8"))
 
 
+def parse_record(line: bytes) -> dict[str, Any] | None:
+    """A line of metrics.jsonl or samples.jsonl; None where it is no JSON object with a step."""
+    try:
+        record = json.loads(line)
+    except ValueError:  # no JSON, or no UTF-8
+        return None
+    step = record.get("step") if isinstance(record, dict) else None
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        return None
+    return record
+
+
 def replace_text(path: Path, text: str) -> None:
     """Write a file so that it is seen whole or not at all."""
     partial = path.with_name(f".{path.name}.partial")

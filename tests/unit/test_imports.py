@@ -33,11 +33,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "trainer": LEAVES
     | {"algorithms", "weights", "rollout", "parallel", "data", "run_dir", "preflight", "api_key"},
     "study": {"config", "errors", "parent", "run_dir"},
+    "inspect_run": {"config", "errors", "run_dir"},
     "probe": {
         *("algorithms", "architecture", "config", "data", "errors", "model_files"),
         *("rollout", "run_dir", "weights"),
     },
-    "cli": LEAVES | {"plan", "preflight", "probe", "study", "trainer", "weights"},
+    "cli": LEAVES
+    | {"inspect_run", "plan", "preflight", "probe", "study", "trainer", "weights"},
 }
 WITHOUT_TORCH = (
     "errors",
@@ -50,6 +52,10 @@ WITHOUT_TORCH = (
     "data",
     "plan",
     "preflight",
+    "inspect_run.commands",
+    "inspect_run.samples",
+    "inspect_run.show",
+    "inspect_run.watch",
     "probe.command",
     "study.commands",
     "study.report",
