@@ -1,5 +1,6 @@
 """One picture of a run in a terminal."""
 
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -67,7 +68,7 @@ def sparkline(values: Sequence[float], width: int = _WIDTH) -> str:
     columns = min(width, len(values))
     cuts = [column * len(values) // columns for column in range(columns + 1)] if columns else [0]
     means = []
-    for start, stop in zip(cuts, cuts[1:], strict=False):
+    for start, stop in itertools.pairwise(cuts):
         finite = [value for value in values[start:stop] if math.isfinite(value)]
         means.append(statistics.fmean(finite) if finite else math.nan)
     shown = [mean for mean in means if math.isfinite(mean)]
@@ -124,7 +125,8 @@ def _table(progress: Progress) -> Table:
 
 def _latest(progress: Progress, series: Mapping[int, float]) -> float:
     """Of the last step, or of the last that has the metric."""
-    return series[progress.last_step if progress.last_step in series else max(series)]
+    step = progress.last_step
+    return series[max(series) if step is None or step not in series else step]
 
 
 def _time_parts(progress: Progress) -> Text:

@@ -38,8 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("algorithms", "architecture", "config", "data", "errors", "model_files"),
         *("rollout", "run_dir", "weights"),
     },
-    "cli": LEAVES
-    | {"inspect_run", "plan", "preflight", "probe", "study", "trainer", "weights"},
+    "cli": LEAVES | {"inspect_run", "plan", "preflight", "probe", "study", "trainer", "weights"},
 }
 WITHOUT_TORCH = (
     "errors",

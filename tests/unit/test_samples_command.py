@@ -198,9 +198,7 @@ def test_a_missing_file_and_two_orders_are_refused(tmp_path: Path) -> None:
 
 def test_a_sample_prints_on_any_console(tmp_path: Path) -> None:
     """Lone surrogates, which JSON can hold, have no UTF-8."""
-    (sample,) = read_step(
-        write(tmp_path, line(response_text="\ud83d")) / "samples.jsonl", None
-    )
+    (sample,) = read_step(write(tmp_path, line(response_text="\ud83d")) / "samples.jsonl", None)
     with (tmp_path / "out").open("w", encoding="utf-8") as file:
         Console(file=file).print(show(sample, None))
     assert "\\ud83d" in (tmp_path / "out").read_text()
