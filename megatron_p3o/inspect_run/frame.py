@@ -14,7 +14,7 @@ from megatron_p3o.inspect_run.plain import plain
 from megatron_p3o.inspect_run.progress import Progress, State, duration
 
 _BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
-_WIDTH = 40
+_WIDTH = 32  # the table then fits 80 columns
 # Metric, label, digits.
 _ROWS = (
     ("reward/mean", "reward", 3),
@@ -48,7 +48,9 @@ def frame(title: str, progress: Progress, silence_s: float) -> RenderableType:
     parts: list[RenderableType] = [_headline(title, progress, silence_s)]
     if progress.total is not None:
         done = min(progress.num_done, progress.total)
-        parts.append(ProgressBar(total=progress.total, completed=done, width=60))
+        bar = Table.grid()  # a bar alone does not end its line
+        bar.add_row(ProgressBar(total=progress.total, completed=done, width=60))
+        parts.append(bar)
     if progress.last_step is not None:
         parts.append(_table(progress))
         parts.append(_time_parts(progress))

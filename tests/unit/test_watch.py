@@ -46,8 +46,8 @@ def run_dir(root: Path, *, steps: int = 10, written: int | None = 3) -> Path:
     return root
 
 
-def picture(watcher: Watcher) -> str:
-    console = Console(file=io.StringIO(), width=120)
+def picture(watcher: Watcher, width: int = 120) -> str:
+    console = Console(file=io.StringIO(), width=width)
     console.print(watcher.frame())
     file = console.file
     assert isinstance(file, io.StringIO)
@@ -71,6 +71,20 @@ def test_a_sparkline_goes_from_the_least_to_the_greatest(
     values: list[float], width: int, drawn: str
 ) -> None:
     assert sparkline(values, width) == drawn
+
+
+def test_a_frame_fits_eighty_columns(tmp_path: Path) -> None:
+    root = run_dir(tmp_path / "run", steps=100, written=0)
+    (root / "metrics.jsonl").write_text(
+        "".join(lines(range(step, step + 1), grad_norm=step / 7) for step in range(80))
+    )
+    watcher = Watcher(root)
+    watcher.look()
+    drawn = picture(watcher, width=80)
+    (row,) = [line for line in drawn.splitlines() if line.startswith("grad norm")]
+    # 80 steps in 32 columns: the first holds steps 0 and 1, the last 77 to 79.
+    assert row.split()[3] == sparkline([step / 7 for step in range(80)], 32)
+    assert row.split()[4:] == ["0.000", "11.286"]
 
 
 @pytest.mark.parametrize(
@@ -129,6 +143,15 @@ def test_a_frame_has_the_values_and_the_alarms(tmp_path: Path) -> None:
     watcher = Watcher(root, now=lambda: 1020.0)
     assert watcher.look() is State.RUNNING
     drawn = picture(watcher)
+    assert drawn.splitlines()[2].split() == [
+        "metric",
+        "latest",
+        "over",
+        "all",
+        "steps",
+        "least",
+        "greatest",
+    ]
     assert "7/10 steps  running  ETA 2 min" in " ".join(drawn.split("\n"))
     rows = {line[:15].strip(): line[15:].split() for line in drawn.splitlines()}
     assert rows["reward"] == ["0.250", "\u2584" * 7, "0.250", "0.250"]
