@@ -15,6 +15,7 @@ import typer
 from megatron_p3o.config import RunConfig, json_schema, load_config
 from megatron_p3o.doctor.command import doctor
 from megatron_p3o.errors import RunError, UserError
+from megatron_p3o.inspect_run.commands import samples, watch
 from megatron_p3o.probe.command import probe
 from megatron_p3o.study.commands import app as study_app
 
@@ -28,6 +29,8 @@ app = typer.Typer(
 # Here, since study tools import no torch.
 study_app.command("probe")(probe)
 app.add_typer(study_app, name="study")
+app.command("watch")(watch)
+app.command("samples")(samples)
 
 # Dotted overrides are options that typer does not know; they arrive in `context.args`.
 _OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}

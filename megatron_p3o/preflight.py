@@ -5,6 +5,7 @@ run dir, so that a run started by torchrun or Slurm is refused just as early.
 """
 
 import hashlib
+import importlib.util
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +58,7 @@ def check_run(config: RunConfig, *, resume: bool) -> RunInputs:
         )
     if config.rollout.engine == "sglang":
         _check_servers(config)
+    _check_trackers(config)
     reference = _read_reference(config, architecture)
     prompts = None
     if config.rollout.engine != "replay":
@@ -111,6 +113,27 @@ def _check_servers(config: RunConfig) -> None:
             f"rollout.launch.python={python!r} is no program; give the interpreter of SGLang's "
             "environment (on a CPU: make sglang, .venv-sglang/bin/python)"
         )
+
+
+def _check_trackers(config: RunConfig) -> None:
+    wanted = {
+        "run.tensorboard": ("tensorboard", config.run.tensorboard),
+        "logging.wandb": ("wandb", config.logging.wandb is not None),
+        "logging.mlflow": ("mlflow", config.logging.mlflow is not None),
+    }
+    for field, (package, is_wanted) in wanted.items():
+        if is_wanted and not _is_installed(package):
+            raise ConfigurationError(
+                f"{field} needs the package {package}, which is not installed; run "
+                f"pip install 'megatron-p3o[{package}]', or remove {field}"
+            )
+
+
+def _is_installed(package: str) -> bool:
+    """Whether a package can be imported. A directory of its name without code, such as the wandb/
+    that wandb leaves where it ran, has no origin."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 def _data_identity(config: RunConfig, prompts: PromptSet | None) -> dict[str, Any]:

@@ -6,6 +6,8 @@
 <dir>/curves.png                    drawn when the run ends
 <dir>/checkpoints/step_<N>/         a complete checkpoint after N steps
 <dir>/checkpoints/latest            text: the name of the newest complete checkpoint
+<dir>/wandb_id, <dir>/mlflow_id     text: the run's id there, with logging.wandb, logging.mlflow
+<dir>/wandb/                        wandb's own files
 <dir>/servers/                      logs of the rollout servers that the run started
 <dir>/weights/version_<N>/          the weights published last, with rollout.publish.transport=disk
 """
@@ -44,6 +46,19 @@ class RunDir:
     @property
     def tensorboard(self) -> Path:
         return self.root / "tensorboard"
+
+    @property
+    def wandb(self) -> Path:
+        """Where wandb, told to use the run dir, keeps its files."""
+        return self.root / "wandb"
+
+    @property
+    def wandb_id(self) -> Path:
+        return self.root / "wandb_id"
+
+    @property
+    def mlflow_id(self) -> Path:
+        return self.root / "mlflow_id"
 
     @property
     def servers(self) -> Path:
@@ -89,6 +104,18 @@ def trainer_state_path(checkpoint: Path) -> Path:
 def read_trainer_state(checkpoint: Path) -> dict[str, Any]:
     """The JSON part of a checkpoint: step, weight version, data cursor, identity of the inputs."""
     return json.loads(trainer_state_path(checkpoint).read_text(encoding="utf-8"))
+
+
+def parse_record(line: bytes) -> dict[str, Any] | None:
+    """A line of metrics.jsonl or samples.jsonl; None where it is no JSON object with a step."""
+    try:
+        record = json.loads(line)
+    except ValueError:  # no JSON, or no UTF-8
+        return None
+    step = record.get("step") if isinstance(record, dict) else None
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        return None
+    return record
 
 
 def replace_text(path: Path, text: str) -> None:

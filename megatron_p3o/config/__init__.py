@@ -15,6 +15,7 @@ from megatron_p3o.config.load import (
     set_dotted,
     to_yaml,
 )
+from megatron_p3o.config.loggers import LoggingSection, MlflowSection, WandbSection
 from megatron_p3o.config.objectives import (
     CISPOObjective,
     ClippedObjective,
@@ -76,6 +77,8 @@ __all__ = [
     "Interrupt",
     "LaunchSection",
     "LayoutSection",
+    "LoggingSection",
+    "MlflowSection",
     "ModelSection",
     "Objective",
     "ObjectiveBase",
@@ -100,6 +103,7 @@ __all__ = [
     "TemperatureShiftSection",
     "TrainSection",
     "Transport",
+    "WandbSection",
     "explain",
     "json_schema",
     "load_config",

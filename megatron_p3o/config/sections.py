@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from megatron_p3o.config.loggers import LoggingSection
 from megatron_p3o.config.objectives import Objective, P3OObjective, ReferenceSection
 from megatron_p3o.config.precision import PrecisionSection
 from megatron_p3o.config.rollout import RolloutSection, SamplingSection
@@ -303,6 +304,7 @@ class RunConfig(Section):
     sampling: SamplingSection = SamplingSection()
     precision: PrecisionSection = PrecisionSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    logging: LoggingSection = LoggingSection()
 
     @model_validator(mode="after")
     def _cross_section(self) -> "RunConfig":

@@ -101,6 +101,7 @@ def next_action(run: PlannedRun, last: Attempt | None) -> Action:
         return Action.START
     known = {path.name for path in (paths.config, paths.metrics, paths.samples, paths.curves)}
     known |= {path.name for path in (paths.tensorboard, paths.servers, paths.weights)}
+    known |= {path.name for path in (paths.wandb, paths.wandb_id, paths.mlflow_id)}
     known |= {paths.checkpoints.name}
     strange = [
         entry.name

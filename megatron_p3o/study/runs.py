@@ -5,7 +5,6 @@ a half-written last line, steps that a resumed run wrote again, a config.yaml wi
 broken line in the middle is an error, since nothing that we write leaves one.
 """
 
-import json
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -15,7 +14,7 @@ from typing import Any
 
 from megatron_p3o.config import load_config, read_mapping
 from megatron_p3o.errors import ConfigurationError, InputError
-from megatron_p3o.run_dir import RunDir
+from megatron_p3o.run_dir import RunDir, parse_record
 from megatron_p3o.study.arms import arm_name, list_arms
 from megatron_p3o.study.config import StudyConfig, flatten, load_study
 from megatron_p3o.study.status import Attempt, read_status
@@ -25,6 +24,7 @@ _ABSENT = "-"
 # Fields that say where a run ran, not what it computed.
 _ELSEWHERE = (
     "run.",
+    "logging.",
     "checkpoint.",
     "rollout.servers",
     "rollout.router",
@@ -157,7 +157,7 @@ def read_records(path: Path) -> tuple[dict[int, dict[str, Any]], list[str]]:
     records: dict[int, dict[str, Any]] = {}
     notes, again = [], 0
     for number, line in enumerate(lines, start=1):
-        record = _parse_record(line)
+        record = parse_record(line)
         if record is None:
             if number == len(lines):
                 notes.append(f"{path.name}: the last line is half-written and was left out")
@@ -293,17 +293,6 @@ def _read_config(path: Path) -> tuple[Mapping[str, Any], list[str]]:
         raise InputError(str(error)) from error
     why = str(problem).splitlines()[0]
     return tree, [f"{path.name} is of another version and was read without checks ({why})"]
-
-
-def _parse_record(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:  # no JSON, or no UTF-8
-        return None
-    step = record.get("step") if isinstance(record, dict) else None
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        return None
-    return record
 
 
 def _is_finite(value: Any) -> bool:

@@ -21,11 +21,11 @@ from megatron_p3o.trainer.answers import answer_engine
 from megatron_p3o.trainer.display import ConsoleDisplay, SilentDisplay, log_lines
 from megatron_p3o.trainer.experience import GeneratedRollouts, RecordedRollouts, RolloutSource
 from megatron_p3o.trainer.loop import Observers, train
-from megatron_p3o.trainer.metrics import JsonlSink, MetricSink, TensorBoardSink
 from megatron_p3o.trainer.policy import Policy
 from megatron_p3o.trainer.report import report
 from megatron_p3o.trainer.served_model import embedded_engine
 from megatron_p3o.trainer.serving import cluster_rollouts
+from megatron_p3o.trainer.sinks import open_sinks
 
 
 def run_rank(config: RunConfig, *, resume: bool) -> None:
@@ -137,12 +137,11 @@ def _observers(
             f"warning: precision.trainer={config.precision.trainer} is emulated on a CPU: rounded "
             "numbers, multiplied in fp32; speed and memory say nothing about FP8"
         )
-    sinks: list[MetricSink] = [JsonlSink(run_dir.metrics, first_step=first_step)]
-    if config.run.tensorboard:
-        sinks.append(TensorBoardSink(run_dir.tensorboard, first_step=first_step))
     recorder = None
     if config.run.record:
         recorder = SampleRecorder(run_dir.samples, first_step=first_step)
     return Observers(
-        sinks=sinks, recorder=recorder, display=ConsoleDisplay(config, first_step=first_step)
+        sinks=open_sinks(config, run_dir, first_step=first_step),
+        recorder=recorder,
+        display=ConsoleDisplay(config, first_step=first_step),
     )

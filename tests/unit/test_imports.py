@@ -37,6 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "trainer": LEAVES
     | {"algorithms", "weights", "rollout", "parallel", "data", "run_dir", "preflight", "api_key"},
     "study": {"config", "errors", "parent", "run_dir"},
+    "inspect_run": {"config", "errors", "run_dir"},
     "probe": {
         *("algorithms", "architecture", "config", "data", "errors", "model_files"),
         *("rollout", "run_dir", "weights"),
@@ -45,7 +46,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("api_key", "config", "errors", "parallel", "plan", "preflight", "run_dir"),
         "tested_versions",
     },
-    "cli": LEAVES | {"doctor", "plan", "preflight", "probe", "study", "trainer", "weights"},
+    "cli": LEAVES
+    | {"doctor", "inspect_run", "plan", "preflight", "probe", "study", "trainer", "weights"},
 }
 WITHOUT_TORCH = (
     "errors",
@@ -59,6 +61,10 @@ WITHOUT_TORCH = (
     "plan",
     "preflight",
     "doctor.command",
+    "inspect_run.commands",
+    "inspect_run.samples",
+    "inspect_run.show",
+    "inspect_run.watch",
     "probe.command",
     "study.commands",
     "study.report",
