@@ -1,0 +1,4 @@
+"""How often a model answers right: samples, rewards, pass@k, intervals, paired comparisons.
+
+Only `engines`, `inputs` and `servers` import torch; what reads and compares results does not.
+"""
