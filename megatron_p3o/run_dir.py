@@ -7,6 +7,7 @@
 <dir>/checkpoints/step_<N>/         a complete checkpoint after N steps
 <dir>/checkpoints/latest            text: the name of the newest complete checkpoint
 <dir>/servers/                      logs of the rollout servers that the run started
+<dir>/eval/<name>/                  what `p3o eval` found of a checkpoint
 <dir>/weights/version_<N>/          the weights published last, with rollout.publish.transport=disk
 """
 
@@ -48,6 +49,10 @@ class RunDir:
     @property
     def servers(self) -> Path:
         return self.root / "servers"
+
+    @property
+    def evaluations(self) -> Path:
+        return self.root / "eval"
 
     @property
     def weights(self) -> Path:

@@ -61,8 +61,7 @@ def figures(
         samples_per_prompt=items[0].num_samples,
         reward_mean=bootstrap_mean(rewards, seed=seed) if rewards else None,
         pass_at={
-            k: bootstrap_mean([item.pass_at(k, threshold) for item in items], seed=seed)
-            for k in ks
+            k: bootstrap_mean([item.pass_at(k, threshold) for item in items], seed=seed) for k in ks
         },
         length_mean=statistics.fmean(lengths),
         length_quantiles=dict(zip(("p10", "p50", "p90"), quantiles, strict=True))
