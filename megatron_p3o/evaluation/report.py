@@ -12,8 +12,9 @@ _PROMPT_WIDTH = 60
 
 
 def print_figures(found: Figures, title: str, console: Console) -> None:
-    """One table."""
-    table = _table(title, "figure", "value", "95 % interval")
+    """One line and a table."""
+    console.print(Text(title), soft_wrap=True)
+    table = _table(None, "figure", "value", "95 % interval")
     if found.reward_mean is not None:
         table.add_row("reward mean", *_cells(found.reward_mean))
     for k, interval in found.pass_at.items():
@@ -73,8 +74,8 @@ def _print_changed(found: Comparison, console: Console, num_changed: int) -> Non
     console.print(table)
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=Text(title), title_justify="left")
+def _table(title: str | None, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
     for index, name in enumerate(columns):
         table.add_column(name, justify="right" if index else "left", no_wrap=True)
     return table

@@ -23,6 +23,6 @@ class StepTimer:
         self._seconds[name] = spent + time.perf_counter() - start
 
     def metrics(self) -> dict[str, float]:
-        """`time/<phase>_s` of every phase that was or is of every step, and `time/step_s` since the timer was made."""
+        """`time/<phase>_s` of each phase, and `time/step_s` since the timer was made."""
         phases = {f"time/{name}_s": seconds for name, seconds in self._seconds.items()}
         return {**phases, "time/step_s": time.perf_counter() - self._start}
