@@ -103,5 +103,8 @@ def read_results(out: Path) -> tuple[list[EvalItem], dict[str, Any]]:
 
 
 def _item(record: Mapping[str, Any]) -> EvalItem:
-    known = {field.name: record[field.name] for field in fields(EvalItem)}
-    return EvalItem(**{n: tuple(v) if isinstance(v, list) else v for n, v in known.items()})
+    known: dict[str, Any] = {field.name: record[field.name] for field in fields(EvalItem)}
+    for name, value in known.items():
+        if isinstance(value, list):
+            known[name] = tuple(value)
+    return EvalItem(**known)

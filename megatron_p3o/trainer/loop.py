@@ -48,9 +48,9 @@ def train(
     checkpoints: CheckpointStore,
     observers: Observers,
     *,
-    evaluator: Evaluator | None,
     identity: dict[str, Any],
     first_step: int,
+    evaluator: Evaluator | None = None,
 ) -> None:
     """Run steps `first_step` to `train.steps`. Collective.
 
