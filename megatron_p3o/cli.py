@@ -15,17 +15,21 @@ import typer
 from megatron_p3o.config import RunConfig, json_schema, load_config
 from megatron_p3o.doctor.command import doctor
 from megatron_p3o.errors import RunError, UserError
+from megatron_p3o.evaluation.command import COMPARE, EvalWords, compare_results, evaluate
 from megatron_p3o.inspect_run.commands import samples, watch
 from megatron_p3o.probe.command import probe
 from megatron_p3o.study.commands import app as study_app
 
 app = typer.Typer(
+    cls=EvalWords,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="RL post-training on Megatron-Core with the P3O objective.",
 )
 
+app.command("eval")(evaluate)
+app.command(COMPARE)(compare_results)
 # Here, since study tools import no torch.
 study_app.command("probe")(probe)
 app.add_typer(study_app, name="study")

@@ -31,6 +31,8 @@ class RunInputs:
     """None without a reference KL."""
     prompts: PromptSet | None
     """None when a recorded run is replayed."""
+    eval_prompts: PromptSet | None
+    """What the run is evaluated on; None where it is not."""
     identity: dict[str, Any]
     """What a resumed run must share with the run that was interrupted; JSON-ready."""
     resume_from: Path | None
@@ -70,6 +72,7 @@ def check_run(config: RunConfig, *, resume: bool) -> RunInputs:
             f"rollout.replay_path={config.rollout.replay_path!r} is not a file; give the "
             "samples.jsonl of a recorded run"
         )
+    eval_prompts = _read_eval_prompts(config)
     identity = {
         "model": fingerprint(config.model.path),
         "reference": None if reference is None else fingerprint(config.reference_path),
@@ -80,6 +83,7 @@ def check_run(config: RunConfig, *, resume: bool) -> RunInputs:
         architecture=architecture,
         reference_architecture=reference,
         prompts=prompts,
+        eval_prompts=eval_prompts,
         identity=identity,
         resume_from=_check_run_dir(config, identity, resume=resume),
     )
@@ -103,6 +107,18 @@ def _read_reference(config: RunConfig, policy: ModelArchitecture) -> ModelArchit
             "family"
         )
     return reference
+
+
+def _read_eval_prompts(config: RunConfig) -> PromptSet | None:
+    if not config.eval.every:
+        return None
+    check_tokenizer(config.model.path)
+    try:
+        prompts = load_prompts(config.eval_data)
+        resolve_reward(config.eval_data.reward.name)
+    except UserError as error:
+        raise type(error)(f"to evaluate on: {error}") from error
+    return PromptSet(prompts[: config.eval.limit])
 
 
 def _check_servers(config: RunConfig) -> None:

@@ -9,6 +9,7 @@
 <dir>/wandb_id, <dir>/mlflow_id     text: the run's id there, with logging.wandb, logging.mlflow
 <dir>/wandb/                        wandb's own files
 <dir>/servers/                      logs of the rollout servers that the run started
+<dir>/eval/<name>/                  what `p3o eval` found of a checkpoint
 <dir>/weights/version_<N>/          the weights published last, with rollout.publish.transport=disk
 """
 
@@ -63,6 +64,10 @@ class RunDir:
     @property
     def servers(self) -> Path:
         return self.root / "servers"
+
+    @property
+    def evaluations(self) -> Path:
+        return self.root / "eval"
 
     @property
     def weights(self) -> Path:

@@ -5,6 +5,7 @@ that needs only the configuration is checked here; rules that need the model's o
 are checked by `megatron_p3o.preflight`, before anything heavy starts.
 """
 
+from megatron_p3o.config.data import DataSection, EvalSection, RewardSection
 from megatron_p3o.config.load import (
     explain,
     json_schema,
@@ -49,13 +50,11 @@ from megatron_p3o.config.rollout import (
 from megatron_p3o.config.section import Section
 from megatron_p3o.config.sections import (
     CheckpointSection,
-    DataSection,
     DynamicSamplingSection,
     EssSection,
     LayoutSection,
     ModelSection,
     OptimizerSection,
-    RewardSection,
     RunConfig,
     RunSection,
     TrainSection,
@@ -71,6 +70,7 @@ __all__ = [
     "DrGRPOObjective",
     "DynamicSamplingSection",
     "EssSection",
+    "EvalSection",
     "Fp8Section",
     "GRPOObjective",
     "GSPOObjective",

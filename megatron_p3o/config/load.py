@@ -157,7 +157,9 @@ def explain(error: ValidationError, *, hidden: Collection[str] = ()) -> str:
         field = ".".join(location)
         message = item["msg"].removeprefix("Value error, ")
         if item["type"] == "value_error":
-            lines.append(message)
+            # Rules name fields from the top, but a section may also stand inside of another.
+            is_nested = field.startswith("eval.")
+            lines.append(f"{field}: {message}" if is_nested else message)
         elif item["type"] == "extra_forbidden":
             lines.append(f"{field}={item['input']!r}: no such field; remove it or mend its name")
         elif item["type"] == "union_tag_invalid":

@@ -1,10 +1,11 @@
 """The sections of a run's configuration and the tree that holds them."""
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from megatron_p3o.config.data import DataSection, EvalSection
 from megatron_p3o.config.loggers import LoggingSection
 from megatron_p3o.config.objectives import Objective, P3OObjective, ReferenceSection
 from megatron_p3o.config.precision import PrecisionSection
@@ -36,58 +37,6 @@ class ModelSection(Section):
     """Send every token to the experts that the rollout engine's router chose, so that trainer and
     rollout compute with the same experts; their weights still come from the trainer's router. The
     engine must report its choices (`embedded` and `sglang` do), or the recording hold them."""
-
-
-class RewardSection(Section):
-    name: str = "integer_match"
-    """A built-in verifier (`integer_match`, `math_equivalence`) or `module:function`."""
-    timeout_s: PositiveFloat = 10.0
-    """Seconds one reward may take; a slower one counts as failed."""
-    num_workers: PositiveInt = 4
-    """With `rollout.engine: sglang`: rewards computed at once, each in a process on rank 0's node.
-    With `embedded` every rank has one."""
-    max_failure_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Greatest share of a step's rewards that may raise or time out before the run stops."""
-
-
-class DataSection(Section):
-    source: Literal["jsonl", "parquet", "generator"]
-    path: str | None = None
-    """The prompt file, for jsonl and parquet."""
-    generator: str | None = None
-    """For source generator: `arithmetic`, `running_sums` or `module:function` giving
-    (prompt, answer) items."""
-    generator_args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the generator."""
-    prompt_field: str = "prompt"
-    answer_field: str = "answer"
-    chat: bool = True
-    """Wrap the prompt as a user turn by the tokenizer's chat template."""
-    system_prompt: str | None = None
-    """None: no system turn at all, not even the template's default."""
-    max_prompt_tokens: PositiveInt = 1024
-    """A longer prompt is refused when it is read."""
-    shuffle: bool = True
-    """Draw every epoch in its own order, derived from run.seed."""
-    reward: RewardSection = RewardSection()
-
-    @model_validator(mode="after")
-    def _source_fields(self) -> "DataSection":
-        needed = "generator" if self.source == "generator" else "path"
-        unused = "path" if needed == "generator" else "generator"
-        if getattr(self, needed) is None:
-            raise ValueError(f"data.{needed} is needed by data.source={self.source}; set it")
-        if getattr(self, unused) is not None:
-            raise ValueError(
-                f"data.{unused}={getattr(self, unused)!r} is not used by "
-                f"data.source={self.source}; remove it"
-            )
-        if self.system_prompt is not None and not self.chat:
-            raise ValueError(
-                f"data.system_prompt={self.system_prompt!r} needs data.chat=true, which gives it a "
-                "turn; remove it or turn chat on"
-            )
-        return self
 
 
 class LayoutSection(Section):
@@ -305,6 +254,7 @@ class RunConfig(Section):
     precision: PrecisionSection = PrecisionSection()
     checkpoint: CheckpointSection = CheckpointSection()
     logging: LoggingSection = LoggingSection()
+    eval: EvalSection = EvalSection()
 
     @model_validator(mode="after")
     def _cross_section(self) -> "RunConfig":
@@ -401,6 +351,29 @@ class RunConfig(Section):
                 "param_gather"
             )
         return self
+
+    @model_validator(mode="after")
+    def _evaluated(self) -> "RunConfig":
+        if self.eval.every and self.rollout.engine == "sglang":
+            raise ValueError(
+                f"eval.every={self.eval.every} needs an engine in the trainer's process, and "
+                "rollout.engine=sglang has none; set eval.every=0 and give the run's checkpoints "
+                "to p3o eval"
+            )
+        return self
+
+    @property
+    def eval_data(self) -> DataSection:
+        """What the run is evaluated on."""
+        return self.eval.data or self.data
+
+    @property
+    def eval_sampling(self) -> SamplingSection:
+        """How evaluations sample."""
+        return SamplingSection(
+            temperature=self.eval.temperature or self.sampling.temperature,
+            max_new_tokens=self.eval.max_new_tokens or self.sampling.max_new_tokens,
+        )
 
     @property
     def sequence_multiple(self) -> int:

@@ -5,6 +5,7 @@ samples; sequences that end leave the batch. Sampling and log-probs follow the c
 engine: p = softmax(logits / temperature), log-probs of that same p.
 """
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -136,6 +137,13 @@ class EmbeddedEngine:
                 self._decode(part_rows, part_cache, mask_PL[prompts_B], logits_PV[prompts_B])
                 rows += part_rows
         return [self._generation(row) for row in rows]
+
+    def with_sampling(self, sampling: SamplingSection, *, seed: int) -> "EmbeddedEngine":
+        """Another engine on the same model, with the weights that it holds now and no shift of
+        the temperature; of use until the next `update_weights`."""
+        engine = copy.copy(self)
+        engine._sampling, engine._seed, engine._shift = sampling, seed, None
+        return engine
 
     def close(self) -> None:
         """Nothing to release: the model goes with the process."""

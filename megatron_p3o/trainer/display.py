@@ -149,9 +149,14 @@ def _step_line(step: int, metrics: Mapping[str, float], steps: int) -> str:
     seconds = {name: metrics[f"time/{name}_s"] for name in PHASES}
     if seconds["checkpoint"] < 0.05:  # most steps save nothing
         del seconds["checkpoint"]
+    evaluated = ""
+    if "time/eval_s" in metrics:
+        seconds["eval"] = metrics["time/eval_s"]
+        name = next(name for name in metrics if name.startswith("eval/pass_at_"))
+        evaluated = f"  {name} {metrics[name]:.3f}"
     split = " ".join(f"{name} {value:.1f}" for name, value in seconds.items())
     return (
         f"step {step + 1:>{len(str(steps))}}/{steps}  reward {metrics['reward/mean']:.3f}  "
         f"ess {metrics['ess/step']:.4f}  ratio {metrics['ratio/mean']:.4f}  "
-        f"grad {metrics['grad_norm']:.3f}  {metrics['time/step_s']:.1f}s ({split})"
+        f"grad {metrics['grad_norm']:.3f}  {metrics['time/step_s']:.1f}s ({split}){evaluated}"
     )

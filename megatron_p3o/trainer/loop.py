@@ -5,7 +5,7 @@ score them under the present weights (no gradient)         -> proximal log-probs
 for each optimizer step of the batch:
     ratios against b -> ESS sums -> one all-reduce          -> e
     forward and backward with cap e and KL weight 1 - e     -> optimizer step
-publish the weights to the rollout engine
+publish the weights to the rollout engine, and evaluate them every so often
 """
 
 from collections.abc import Sequence
@@ -18,6 +18,7 @@ from megatron_p3o.parallel.checkpoint import CheckpointStore
 from megatron_p3o.parallel.step import MicrobatchScore
 from megatron_p3o.rollout import SampleRecorder
 from megatron_p3o.trainer.display import Display, alarms
+from megatron_p3o.trainer.evaluate import Evaluator
 from megatron_p3o.trainer.experience import (
     RolloutSource,
     batch_metrics,
@@ -49,6 +50,7 @@ def train(
     *,
     identity: dict[str, Any],
     first_step: int,
+    evaluator: Evaluator | None = None,
 ) -> None:
     """Run steps `first_step` to `train.steps`. Collective.
 
@@ -70,9 +72,13 @@ def train(
         updates = _optimize(policy, batches, timer)
         with timer.phase("sync"):
             rollouts.publish(policy.named_tensors, policy.weight_version)
+        evaluated: dict[str, float] = {}
+        if evaluator is not None and _due(config.eval.every, config, step + 1):
+            with timer.phase("eval"):
+                evaluated = evaluator.metrics(policy.named_tensors, policy.weight_version)
         with timer.phase("checkpoint"):
             checkpoints.advance()
-            if _checkpoint_due(config, step + 1):
+            if _due(config.checkpoint.every, config, step + 1):
                 state = {
                     "step": step + 1,
                     "weight_version": policy.weight_version,
@@ -86,6 +92,7 @@ def train(
             **collected.metrics,
             **combine(updates),
             **policy.precision_metrics(),
+            **evaluated,
             **timer.metrics(),
         }
         _record(observers, config, step, groups, batches, metrics)
@@ -151,6 +158,6 @@ def _record(
     observers.display.step(step, metrics)
 
 
-def _checkpoint_due(config: RunConfig, finished: int) -> bool:
-    every = config.checkpoint.every
+def _due(every: int, config: RunConfig, finished: int) -> bool:
+    """Whether it is time after this many steps; the last step always is, unless `every` is 0."""
     return every > 0 and (finished % every == 0 or finished == config.train.steps)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 PHASES = ("rollout", "score", "train", "sync", "checkpoint")
+"""Of every step; an evaluation is a further phase, `eval`, of the steps that have one."""
 
 
 class StepTimer:
@@ -18,9 +19,10 @@ class StepTimer:
     def phase(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        self._seconds[name] += time.perf_counter() - start
+        spent = self._seconds.get(name, 0.0)
+        self._seconds[name] = spent + time.perf_counter() - start
 
     def metrics(self) -> dict[str, float]:
-        """`time/<phase>_s` of every phase and `time/step_s` since the timer was made."""
+        """`time/<phase>_s` of each phase, and `time/step_s` since the timer was made."""
         phases = {f"time/{name}_s": seconds for name, seconds in self._seconds.items()}
         return {**phases, "time/step_s": time.perf_counter() - self._start}

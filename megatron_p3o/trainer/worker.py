@@ -14,11 +14,12 @@ from megatron_p3o.parallel.checkpoint import CheckpointStore
 from megatron_p3o.parallel.layout import ParallelLayout
 from megatron_p3o.parallel.setup import ParallelContext, initialize, shut_down
 from megatron_p3o.preflight import RunInputs, check_run
-from megatron_p3o.rollout import ReplayRollouts, RolloutEngine, SampleRecorder
+from megatron_p3o.rollout import EmbeddedEngine, ReplayRollouts, RolloutEngine, SampleRecorder
 from megatron_p3o.run_dir import RunDir, replace_text
 from megatron_p3o.trainer.ahead import AheadRollouts
 from megatron_p3o.trainer.answers import answer_engine
 from megatron_p3o.trainer.display import ConsoleDisplay, SilentDisplay, log_lines
+from megatron_p3o.trainer.evaluate import make_evaluator
 from megatron_p3o.trainer.experience import GeneratedRollouts, RecordedRollouts, RolloutSource
 from megatron_p3o.trainer.loop import Observers, train
 from megatron_p3o.trainer.policy import Policy
@@ -42,8 +43,14 @@ def run_rank(config: RunConfig, *, resume: bool) -> None:
     with _joined(layout, config) as context, ExitStack() as cleanup:
         if context.rank == 0:
             cleanup.enter_context(log_lines())
-        rollouts = _rollout_source(config, inputs, context, run_dir)
+        embedded = None
+        if config.rollout.engine == "embedded":
+            embedded = embedded_engine(config, inputs.architecture, context.device)
+        rollouts = _rollout_source(config, inputs, context, run_dir, embedded)
         cleanup.callback(rollouts.close)
+        evaluator = make_evaluator(config, inputs, context, embedded)
+        if evaluator is not None:
+            cleanup.callback(evaluator.close)
         policy = Policy(config, inputs.architecture, context, inputs.reference_architecture)
         checkpoints = CheckpointStore(run_dir, context, keep=config.checkpoint.keep)
         first_step = 0
@@ -61,6 +68,7 @@ def run_rank(config: RunConfig, *, resume: bool) -> None:
             rollouts,
             checkpoints,
             observers,
+            evaluator=evaluator,
             identity=inputs.identity,
             first_step=first_step,
         )
@@ -84,7 +92,11 @@ def _set_threads(config: RunConfig) -> None:
 
 
 def _rollout_source(
-    config: RunConfig, inputs: RunInputs, context: ParallelContext, run_dir: RunDir
+    config: RunConfig,
+    inputs: RunInputs,
+    context: ParallelContext,
+    run_dir: RunDir,
+    embedded: EmbeddedEngine | None,
 ) -> RolloutSource:
     if inputs.prompts is None:
         budget, multiple = config.train.max_tokens_per_microbatch, config.sequence_multiple
@@ -105,10 +117,7 @@ def _rollout_source(
         ) from error
     if config.rollout.engine == "sglang":
         return cluster_rollouts(config, inputs, context, run_dir, tokenizer)
-    if config.rollout.engine == "answers":
-        engine: RolloutEngine = answer_engine(config, inputs, tokenizer)
-    else:
-        engine = embedded_engine(config, inputs.architecture, context.device)
+    engine: RolloutEngine = embedded or answer_engine(config, inputs, tokenizer)
     rollouts = GeneratedRollouts(
         config, context, engine=engine, prompts=inputs.prompts, tokenizer=tokenizer
     )

@@ -33,21 +33,37 @@ MAY_IMPORT: dict[str, set[str]] = {
     "splitting": {"architecture", "config", "errors"},
     "fp8_shapes": {"architecture", "config", "errors"},
     "plan": {"architecture", "config", "errors", "model_files", "parallel", "splitting"},
+    "targets": {"architecture", "config", "data", "errors", "model_files", "run_dir", "weights"},
+    "evaluation": {
+        *("api_key", "architecture", "config", "data", "errors", "model_files"),
+        *("rollout", "run_dir", "targets", "weights"),
+    },
     "preflight": LEAVES | {"api_key", "data", "fp8_shapes", "run_dir", "splitting"},
     "trainer": LEAVES
-    | {"algorithms", "weights", "rollout", "parallel", "data", "run_dir", "preflight", "api_key"},
+    | {"algorithms", "weights", "rollout", "parallel", "data", "run_dir", "preflight", "api_key"}
+    | {"evaluation"},
     "study": {"config", "errors", "parent", "run_dir"},
     "inspect_run": {"config", "errors", "run_dir"},
     "probe": {
         *("algorithms", "architecture", "config", "data", "errors", "model_files"),
-        *("rollout", "run_dir", "weights"),
+        *("rollout", "run_dir", "targets", "weights"),
     },
     "doctor": {
         *("api_key", "config", "errors", "parallel", "plan", "preflight", "run_dir"),
         "tested_versions",
     },
     "cli": LEAVES
-    | {"doctor", "inspect_run", "plan", "preflight", "probe", "study", "trainer", "weights"},
+    | {
+        "doctor",
+        "evaluation",
+        "inspect_run",
+        "plan",
+        "preflight",
+        "probe",
+        "study",
+        "trainer",
+        "weights",
+    },
 }
 WITHOUT_TORCH = (
     "errors",
@@ -58,6 +74,8 @@ WITHOUT_TORCH = (
     "fp8_shapes",
     "run_dir",
     "data",
+    "evaluation.command",
+    "evaluation.report",
     "plan",
     "preflight",
     "doctor.command",

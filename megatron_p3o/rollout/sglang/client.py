@@ -90,6 +90,8 @@ class GenerateOptions:
     eos_token_ids: tuple[int, ...]
     experts: ExpertLayout | None = None
     """Ask for the experts of every token; None: do not."""
+    needs_published_weights: bool = True
+    """False: take tokens of whatever weights the server holds, and call them version 0."""
 
     def body(self, input_ids: Sequence[int], max_new_tokens: int) -> dict[str, Any]:
         """Spelt out in full: a server's defaults may come from the model's generation config."""
@@ -157,7 +159,11 @@ class GenerateClient:
         try:
             content = json.loads(text)
             return replace(
-                parse_reply(content, max_new_tokens),
+                parse_reply(
+                    content,
+                    max_new_tokens,
+                    needs_published_weights=self._options.needs_published_weights,
+                ),
                 routed_experts=self._experts(content, len(input_ids)),
             )
         except BadReply as error:
@@ -214,7 +220,9 @@ class GenerateClient:
             raise ServerUnreachable(f"{url} cannot be reached: {error!r}") from error
 
 
-def parse_reply(content: Mapping[str, Any], max_new_tokens: int) -> Reply:
+def parse_reply(
+    content: Mapping[str, Any], max_new_tokens: int, *, needs_published_weights: bool = True
+) -> Reply:
     """Check what a server answered.
 
     Raises:
@@ -247,7 +255,9 @@ def parse_reply(content: Mapping[str, Any], max_new_tokens: int) -> Reply:
     return Reply(
         token_ids=token_ids,
         logprobs=logprobs,
-        version_spans=_spans(meta, len(token_ids)),
+        version_spans=_spans(meta, len(token_ids))
+        if needs_published_weights
+        else (VersionSpan(0, 0, len(token_ids)),),
         finish_reason=finish_reason,
     )
 

@@ -115,8 +115,11 @@ class ServerControl:
 
     def weight_version(self) -> str:
         """As the server was last told."""
-        content = self._call("GET", "/model_info", None, self._call_timeout_s)
-        return str(content.get("weight_version"))
+        return str(self.model_info().get("weight_version"))
+
+    def model_info(self) -> Mapping[str, Any]:
+        """What the server says of its model: `model_path`, `weight_version` and more."""
+        return self._call("GET", "/model_info", None, self._call_timeout_s)
 
     def pause(self, mode: PauseMode) -> None:
         """Stop generating: end requests with what they have (`abort`), keep them with their KV
