@@ -37,7 +37,7 @@ def test_an_example_loads_and_its_data_and_reward_exist(path: Path) -> None:
 @pytest.mark.parametrize(
     ("study", "num_runs"),
     [
-        ("examples/fp8_study/study.yaml", 153),
+        ("examples/fp8_study/study.yaml", 129),
         ("examples/fp8_study/smollm2_study.yaml", 16),
         ("examples/h100_qwen3_8b_fp8/study.yaml", 48),
     ],
