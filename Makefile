@@ -80,10 +80,10 @@ $(TINY)/config.json: | $(READY)
 	$(BIN)/python tools/make_tiny_model.py $(TINY)
 
 train: $(READY) $(MODEL)/config.json
-	@$(call run,runs/quickstart,$(RUN))
+	@$(call run,runs/quickstart,$(RUN),$(ARGS))
 
 tiny: $(READY) $(TINY)/config.json
-	@$(call run,runs/tiny,examples/tiny/run.yaml)
+	@$(call run,runs/tiny,examples/tiny/run.yaml,$(ARGS))
 
 # Taught by supervised training first; the run dir is left for its curves.
 $(STUDY_MODEL)/config.json: $(TINY)/config.json $(STUDY)/sft.yaml
@@ -97,9 +97,9 @@ study: $(READY) $(STUDY_MODEL)/config.json
 
 # An existing run dir is continued: an unfinished run from its checkpoint, a finished one shown.
 define run
-resume=""; if [ -e $(1)/config.yaml ] && [[ "$(ARGS)" != *--run.dir* ]]; then \
+resume=""; if [ -e $(1)/config.yaml ] && [[ "$(3)" != *--run.dir* ]]; then \
 	resume="--resume"; echo "== $(1) exists: continuing it (remove it to start again)"; fi; \
-set -x; $(BIN)/p3o train $(2) $$resume $(ARGS)
+set -x; $(BIN)/p3o train $(2) $$resume $(3)
 endef
 
 lint: $(READY)

@@ -6,6 +6,7 @@ are checked by `megatron_p3o.preflight`, before anything heavy starts.
 """
 
 from megatron_p3o.config.data import DataSection, EvalSection, RewardSection
+from megatron_p3o.config.layout import LayoutSection
 from megatron_p3o.config.load import (
     explain,
     json_schema,
@@ -52,7 +53,6 @@ from megatron_p3o.config.sections import (
     CheckpointSection,
     DynamicSamplingSection,
     EssSection,
-    LayoutSection,
     ModelSection,
     OptimizerSection,
     RunConfig,
